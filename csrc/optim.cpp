@@ -5,8 +5,11 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <limits>
+#include <utility>
 
 #include "checks.h"
+#include "nn/checks.h"
 
 namespace moe_ext::optim {
 
@@ -19,10 +22,12 @@ const FactoredAdamOptions& options_of(const OptimizerParamGroup& group) {
 }
 
 void check_options(const FactoredAdamOptions& options) {
-  TORCH_CHECK_VALUE(options.lr() >= 0, "FactoredAdam: lr must be at least 0, got ", options.lr());
-  TORCH_CHECK_VALUE(options.eps() > 0, "FactoredAdam: eps must be positive, got ", options.eps());
-  TORCH_CHECK_VALUE(0 <= options.beta2() && options.beta2() < 1,
-                    "FactoredAdam: beta2 must be in [0, 1), got ", options.beta2());
+  constexpr auto owner = "FactoredAdam";
+  const double beta2 = options.beta2();
+  nn::require_at_least(owner, "beta2", beta2, std::numeric_limits<double>::lowest());
+  TORCH_CHECK_VALUE(0 <= beta2 && beta2 < 1, owner, ": beta2 must be in [0, 1), got ", beta2);
+  nn::require_at_least(owner, "lr", options.lr(), 0);
+  nn::require_positive(owner, "eps", options.eps());
 }
 
 FactoredAdamParamState initial_state(const torch::Tensor& param,

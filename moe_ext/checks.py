@@ -27,6 +27,7 @@ __all__ = [
     "require_shape",
     "require_sizes",
     "require_tensor",
+    "require_tokens",
     "required",
 ]
 
@@ -246,6 +247,22 @@ def require_floating(owner: str, x: Tensor) -> None:
     """Raises TypeError, prefixed by owner, if x is not floating point."""
     if not x.is_floating_point():
         raise TypeError(f"{owner}: x must have a floating-point dtype, got {x.dtype}")
+
+
+def require_tokens(owner: str, x: Tensor, d_model: int) -> None:
+    """Requires that x is a floating-point tensor [T, d_model]; errors begin with owner.
+
+    Raises:
+        ValueError: x has another shape.
+        TypeError: x is not a tensor, a nested one, or not floating point.
+    """
+    # All conditions are tested here too: the calls would take microseconds.
+    if not isinstance(x, Tensor) or x.is_nested:
+        require_not_nested(owner, x=x)
+    if x.dim() != 2 or x.shape[1] != d_model:
+        refuse(f"{owner}: x", f"have shape [T, d_model = {d_model}]", tuple(x.shape))
+    if not x.is_floating_point():
+        require_floating(owner, x)
 
 
 def require_dtype(owner: str, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -13,8 +13,10 @@ from torch.autograd import Function
 from moe_ext import ops
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
+    require,
     require_at_least,
     require_bool,
+    require_mask,
     require_shape,
     require_tensor,
     required,
@@ -48,9 +50,7 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
         ValueError: weight is negative, or importance is empty or does not have one dimension.
         TypeError: importance is not a floating-point tensor.
     """
-    require_tensor("importance_loss", importance=importance)
-    weights = require_at_least(0, "importance_loss", weight=weight)
-    return ops.weighted_cv_squared([importance], weights)
+    return _balance_loss("importance_loss", "importance", importance, weight)
 
 
 def load_loss(load: Tensor, weight: float) -> Tensor:
@@ -64,9 +64,18 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
         ValueError: weight is negative, or load is empty or does not have one dimension.
         TypeError: load is not a floating-point tensor.
     """
-    require_tensor("load_loss", load=load)
-    weights = require_at_least(0, "load_loss", weight=weight)
-    return ops.weighted_cv_squared([load], weights)
+    return _balance_loss("load_loss", "load", load, weight)
+
+
+def _balance_loss(owner: str, name: str, values: Tensor, weight: float) -> Tensor:
+    """Computes weight · CV(values)² of importance or load; errors begin with owner."""
+    require_tensor(owner, **{name: values})
+    weights = require_at_least(0, owner, weight=weight)
+    fits = values.dim() == 1 and values.shape[0] > 0
+    require(fits, f"{owner}: {name}", "have shape [E] with E of at least 1", tuple(values.shape))
+    if not values.is_floating_point():
+        raise TypeError(f"{owner}: {name} must have a floating-point dtype, got {values.dtype}")
+    return ops.weighted_cv_squared([values], weights)
 
 
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
@@ -86,12 +95,14 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
 
     Raises:
         ValueError: the shapes of scores, threshold and mask do not match.
-        TypeError: scores, threshold or mask is not a tensor.
+        TypeError: scores, threshold or mask is not a tensor, or mask is not bool.
     """
-    require_tensor("batchwise_loss", scores=scores, threshold=threshold, mask=mask)
+    owner = "batchwise_loss"
+    require_tensor(owner, scores=scores, threshold=threshold)
     shape = tuple(scores.shape)
-    require_shape("batchwise_loss", shape[:-2] + shape[-1:], threshold=threshold)
-    require_shape("batchwise_loss", shape, mask=mask)
+    require(len(shape) >= 2, f"{owner}: scores", "have shape [..., num_tokens, E]", shape)
+    require_shape(owner, shape[:-2] + shape[-1:], threshold=threshold)
+    require_mask(owner, mask, shape)
     excess = scores - threshold.unsqueeze(-2)
     return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()
 

@@ -500,7 +500,7 @@ class MoE(FormerCapacity, nn.Module):
             y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
         if shared is not None:
             rule = f"return [T, d_output = {y.shape[-1]}]"
-            fits = shared.dim() == 2 and shared.shape[1] == y.shape[-1]
+            fits = (*shared.shape,) == (tokens.shape[0], y.shape[-1])
             require(fits, "MoE: shared_expert", rule, [*shared.shape])
             y = y + shared.to(y.dtype)
         return y, routing, tokens_per_expert

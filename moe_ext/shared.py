@@ -11,7 +11,7 @@ from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext.checks import require_bool, require_not_nested
+from moe_ext.checks import require_bool, require_tokens
 from moe_ext.experts import ActivationLike, FeedForwardExperts
 from moe_ext.gates._logits import logits
 
@@ -91,7 +91,9 @@ class SharedExpert(nn.Module):
         Raises:
             ValueError, TypeError: x has a wrong shape or dtype, or is not a tensor.
         """
-        require_not_nested("SharedExpert", x=x)
+        d_model = self.expert.d_model
+        assert d_model is not None
+        require_tokens("SharedExpert", x, d_model)
         if self.w_gate is None:
             return self.expert(x, None, recompute=self.recompute)
         row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)

@@ -210,6 +210,7 @@ void BalancedGateImpl::to(torch::Device device, bool non_blocking) {
 }
 
 Routing BalancedGateImpl::forward(const Tensor& x) {
+  require_tokens("BalancedGate", x, d_model());
   const auto gate_logits = logits(x, w_gate);
   const auto scores = scores_of(gate_logits, options.detach_scores());
   const auto mask = is_training() || batchwise
@@ -232,7 +233,7 @@ HierarchicalBalancedGateImpl::HierarchicalBalancedGateImpl(
     : Gate(options.d_model(),
            num_experts_of_levels("HierarchicalBalancedGate", options.d_model(),
                                  options.num_groups(), options.experts_per_group(), options.k()),
-           options.k()[0] * options.k()[1], "HierarchicalBalancedGate"),
+           k_of_levels("HierarchicalBalancedGate", options.k()), "HierarchicalBalancedGate"),
       options(options) {
   reset();
 }
@@ -274,6 +275,7 @@ void HierarchicalBalancedGateImpl::to(torch::Device device, bool non_blocking) {
 }
 
 Routing HierarchicalBalancedGateImpl::forward(const Tensor& x) {
+  require_tokens("HierarchicalBalancedGate", x, d_model());
   const auto [k1, k2] = options.k();
   const bool by_batches = is_training() || batchwise;
   const auto wide = widened(x);
@@ -340,6 +342,7 @@ void ExpertChoiceGateImpl::pretty_print(std::ostream& stream) const {
 }
 
 Routing ExpertChoiceGateImpl::forward(const Tensor& x) {
+  require_tokens("ExpertChoiceGate", x, d_model());
   const auto gate_logits = logits(x, w_gate);
   const auto scores = at::softmax(gate_logits, -1);
   const auto num_tokens = scores.size(0);

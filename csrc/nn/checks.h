@@ -2,9 +2,12 @@
 // same text as moe_ext/checks.py. An `owner` is the name of the class or function.
 #pragma once
 
+#include <c10/util/safe_numerics.h>
 #include <torch/nn/module.h>
 
 #include <array>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -26,18 +29,36 @@ inline std::string class_of(const torch::nn::Module& module) {
   return std::string(name);
 }
 
-template <typename Number>
-void require_at_least(const char* owner, const char* name, Number value, Number minimum) {
+// Requires a number that is at least `minimum`. Layers compute in float32. So a number other than 0
+// must not round to 0 or infinity there.
+inline void require_at_least(const char* owner, const char* name, double value, double minimum) {
+  using Limits = std::numeric_limits<float>;
+  const double size = std::abs(value);
+  TORCH_CHECK_VALUE(std::isfinite(value), owner, ": ", name, " must be a finite number, got ",
+                    value);
   TORCH_CHECK_VALUE(value >= minimum, owner, ": ", name, " must be at least ", minimum, ", got ",
+                    value);
+  TORCH_CHECK_VALUE(size == 0 || (Limits::min() <= size && size <= Limits::max()), owner, ": ",
+                    name, " must be 0 or a number of float32 (magnitude 1.2e-38 to 3.4e+38), got ",
                     value);
 }
 
 inline void require_positive(const char* owner, const char* name, double value) {
+  require_at_least(owner, name, value, std::numeric_limits<double>::lowest());
   TORCH_CHECK_VALUE(value > 0, owner, ": ", name, " must be a number above 0, got ", value);
 }
 
-inline void require_size(const char* owner, const char* name, int64_t value) {
-  require_at_least<int64_t>(owner, name, value, 1);
+inline void require_size(const char* owner, const char* name, int64_t value, int64_t minimum = 1) {
+  TORCH_CHECK_VALUE(value >= minimum, owner, ": ", name, " must be at least ", minimum, ", got ",
+                    value);
+}
+
+// Multiplies two sizes. name: the product, in errors.
+inline int64_t product_of(const char* owner, const char* name, int64_t a, int64_t b) {
+  int64_t product = 0;
+  TORCH_CHECK_VALUE(!c10::mul_overflows(a, b, &product), owner, ": ", name, " must be at most ",
+                    std::numeric_limits<int64_t>::max(), ", got ", a, " * ", b);
+  return product;
 }
 
 inline void require_k(const char* owner, int64_t k, int64_t num_experts) {
@@ -59,7 +80,16 @@ inline int64_t num_experts_of_levels(const char* owner, int64_t d_model, int64_t
   TORCH_CHECK_VALUE(1 <= k[1] && k[1] <= experts_per_group, owner,
                     ": k must be between 1 and experts_per_group = ", experts_per_group,
                     " at the second level, got ", tuple_of(k));
-  return num_groups * experts_per_group;
+  return product_of(owner, "num_groups * experts_per_group", num_groups, experts_per_group);
+}
+
+// Returns the number of experts of a token of a two-level gate, k1 * k2.
+inline int64_t k_of_levels(const char* owner, const std::array<int64_t, 2>& k) {
+  return product_of(owner, "k1 * k2", k[0], k[1]);
+}
+
+inline void require_defined(const char* owner, const char* name, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.defined(), owner, ": ", name, " must be a tensor, got an undefined one");
 }
 
 inline void require_shape(const char* owner, const char* name, const Tensor& tensor,
@@ -68,12 +98,31 @@ inline void require_shape(const char* owner, const char* name, const Tensor& ten
                     tuple_of(shape), ", got ", tuple_of(tensor.sizes()));
 }
 
-inline void require_floating(const char* owner, const Tensor& x) {
-  TORCH_CHECK_TYPE(x.is_floating_point(), owner, ": x must have a floating-point dtype, got torch.",
-                   name_of(x.scalar_type()));
+inline void require_floating(const char* owner, const Tensor& x, const char* name = "x") {
+  TORCH_CHECK_TYPE(x.is_floating_point(), owner, ": ", name,
+                   " must have a floating-point dtype, got torch.", name_of(x.scalar_type()));
+}
+
+inline void require_dtype(const char* owner, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_TYPE(!dtype || at::isFloatingType(*dtype), owner,
+                   ": dtype must be a floating-point dtype, got torch.", name_of(*dtype));
+}
+
+inline void require_dense(const char* owner, const Tensor& x) {
+  require_defined(owner, "x", x);
+  TORCH_CHECK_VALUE(!x.is_nested(), owner, ": x must be a dense tensor, got a nested tensor");
+}
+
+// Requires that x is a floating-point tensor [T, d_model].
+inline void require_tokens(const char* owner, const Tensor& x, int64_t d_model) {
+  require_dense(owner, x);
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == d_model, owner,
+                    ": x must have shape [T, d_model = ", d_model, "], got ", tuple_of(x.sizes()));
+  require_floating(owner, x);
 }
 
 inline void require_mask(const char* owner, const Tensor& mask, at::IntArrayRef shape) {
+  require_defined(owner, "mask", mask);
   TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, owner,
                    ": mask must have dtype torch.bool, got torch.", name_of(mask.scalar_type()));
   require_shape(owner, "mask", mask, shape);

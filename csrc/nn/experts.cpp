@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <mutex>
+#include <string>
+#include <utility>
 
 #include "../activation.h"
 #include "checks.h"
@@ -13,7 +15,7 @@ namespace moe_ext::nn {
 namespace {
 
 void check_sizes(const char* owner, int64_t num_experts, int64_t d_model, int64_t d_output) {
-  require_at_least<int64_t>(owner, "num_experts", num_experts, 0);
+  require_size(owner, "num_experts", num_experts, 0);
   require_size(owner, "d_model", d_model);
   require_size(owner, "d_output", d_output);
 }
@@ -36,6 +38,7 @@ const FeedForwardExpertsOptions& checked(const FeedForwardExpertsOptions& option
     require_positive("FeedForwardExperts: activation_args", "limit", args[0]);
   }
   check_activation(owner, options.activation(), args);
+  require_dtype(owner, options.dtype());
   return options;
 }
 
@@ -60,22 +63,27 @@ void FeedForwardExpertsImpl::reset() {
       check_activation("FeedForwardExperts", options.activation(), options.activation_args());
   const auto& hidden_sizes = options.hidden_sizes();
   const auto like = options.dtype() ? torch::dtype(*options.dtype()) : torch::TensorOptions();
-  weights.clear();
-  biases.clear();
+  std::vector<Tensor> new_weights, new_biases;
   int64_t fan_in = d_model();
   for (size_t i = 0; i <= hidden_sizes.size(); ++i) {
     const bool last = i == hidden_sizes.size();
     const int64_t size = last ? d_output() : hidden_sizes[i];
-    const int64_t width = gated && !last ? 2 * size : size;
-    weights.push_back(register_parameter(c10::str("weight_", i),
-                                         torch::empty({num_experts(), fan_in, width}, like)));
-    if (options.bias()) biases.push_back(torch::empty({num_experts(), width}, like));
+    const int64_t width = gated && !last ? product_of("FeedForwardExperts",
+                                                      "the width of a gated hidden layer", 2, size)
+                                         : size;
+    new_weights.push_back(torch::empty({num_experts(), fan_in, width}, like));
+    if (options.bias()) new_biases.push_back(torch::empty({num_experts(), width}, like));
     fan_in = size;
   }
   // As in Python, the weights come before the biases.
-  for (size_t i = 0; i < biases.size(); ++i) {
-    register_parameter(c10::str("bias_", i), biases[i]);
+  for (size_t i = 0; i < new_weights.size(); ++i) {
+    register_parameter(c10::str("weight_", i), new_weights[i]);
   }
+  for (size_t i = 0; i < new_biases.size(); ++i) {
+    register_parameter(c10::str("bias_", i), new_biases[i]);
+  }
+  weights = std::move(new_weights);
+  biases = std::move(new_biases);
   reset_parameters();
 }
 
@@ -105,8 +113,15 @@ Tensor FeedForwardExpertsImpl::forward(const Tensor& x, const Tensor& offsets) {
 
 Tensor FeedForwardExpertsImpl::forward_fused(const Tensor& x,
                                              const ops::ExpertsOptions& options) const {
-  return ops::experts(x, weights, biases, this->options.activation(), options,
-                      this->options.activation_args());
+  try {
+    return ops::experts(x, weights, biases, this->options.activation(), options,
+                        this->options.activation_args());
+  } catch (const c10::TypeError& error) {
+    const std::string message = error.what_without_backtrace();
+    if (message.find("x must have the dtype of the weights") == message.npos) throw;
+    TORCH_CHECK_TYPE(false, message, "; use torch.autocast, cast x, or set expert_dtype of MoE ",
+                     "(dtype of the experts)");
+  }
 }
 
 void FeedForwardExpertsImpl::pretty_print(std::ostream& stream) const {

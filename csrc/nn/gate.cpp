@@ -26,6 +26,7 @@ Gate::Gate(int64_t d_model, int64_t num_experts, int64_t k, const char* name)
 }
 
 Routing Gate::replay(const Tensor&, const Tensor& expert_index) {
+  require_defined("MoE", "expert_index", expert_index);
   TORCH_CHECK_VALUE(false, "MoE: expert_index must be None for ",
                     class_of(dynamic_cast<const torch::nn::Module&>(*this)),
                     ", whose forward does not take it, got ", tuple_of(expert_index.sizes()));
@@ -63,6 +64,7 @@ void SoftmaxGateImpl::pretty_print(std::ostream& stream) const {
 }
 
 Routing SoftmaxGateImpl::forward(const Tensor& x) {
+  require_tokens("SoftmaxGate", x, d_model());
   const auto gate_logits = logits(x, w_gate);
   const auto gates = at::softmax(gate_logits, -1);
   const auto expert = at::arange(num_experts(), x.options().dtype(at::kLong));

@@ -29,30 +29,48 @@ Tensor sum_of_sequences(const Tensor& values, const Tensor& sequence_offsets) {
   return ops::combine(values, at::ones({values.size(0)}, values.options()), rows, sequence_offsets);
 }
 
+// Computes weight CV(values)^2 of importance or load.
+Tensor balance_loss(const char* owner, const char* name, const Tensor& values, double weight) {
+  require_defined(owner, name, values);
+  require_at_least(owner, "weight", weight, 0);
+  TORCH_CHECK_VALUE(values.dim() == 1 && values.numel() > 0, owner, ": ", name,
+                    " must have shape [E] with E of at least 1, got ", tuple_of(values.sizes()));
+  require_floating(owner, values, name);
+  return ops::weighted_cv_squared(values, weight);
+}
+
 }  // namespace
 
 Tensor importance_loss(const Tensor& importance, double weight) {
-  require_at_least("importance_loss", "weight", weight, 0.0);
-  return ops::weighted_cv_squared(importance, weight);
+  return balance_loss("importance_loss", "importance", importance, weight);
 }
 
 Tensor load_loss(const Tensor& load, double weight) {
-  require_at_least("load_loss", "weight", weight, 0.0);
-  return ops::weighted_cv_squared(load, weight);
+  return balance_loss("load_loss", "load", load, weight);
 }
 
 Tensor batchwise_loss(const Tensor& scores, const Tensor& threshold, const Tensor& mask) {
+  constexpr auto owner = "batchwise_loss";
+  require_defined(owner, "scores", scores);
+  require_defined(owner, "threshold", threshold);
   auto shape = scores.sizes().vec();
-  if (shape.size() >= 2) shape.erase(shape.end() - 2);
-  require_shape("batchwise_loss", "threshold", threshold, shape);
-  require_shape("batchwise_loss", "mask", mask, scores.sizes());
+  TORCH_CHECK_VALUE(shape.size() >= 2, owner, ": scores must have shape [..., num_tokens, E], got ",
+                    tuple_of(shape));
+  shape.erase(shape.end() - 2);
+  require_shape(owner, "threshold", threshold, shape);
+  require_mask(owner, mask, scores.sizes());
   const auto excess = scores - threshold.unsqueeze(-2);
   const auto type = excess.scalar_type();
   return (((excess > 0).to(type) - mask.to(type)) * excess).sum();
 }
 
-RouterLoss::RouterLoss(double weight, const char* owner) : weight(weight) {
-  require_at_least(owner, "weight", weight, 0.0);
+RouterLoss::RouterLoss(double weight, const char* owner) : weight(weight), owner_(owner) {
+  checked_weight();
+}
+
+double RouterLoss::checked_weight() const {
+  require_at_least(owner_.c_str(), "weight", weight, 0);
+  return weight;
 }
 
 SwitchLoss::SwitchLoss(double weight, bool per_sequence)

@@ -4,6 +4,7 @@
 #include <moe_ext/nn.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <ostream>
 #include <set>
@@ -57,6 +58,15 @@ double weight_of(const std::optional<double>& weight, const MoEOptions& options)
   return weight.value_or(options.losses().empty() ? 0.1 : 0.0);
 }
 
+// Returns the weights of the importance loss and of the load loss.
+std::array<double, 2> weights_of(const MoEOptions& options) {
+  const double w_importance = weight_of(options.w_importance(), options);
+  const double w_load = weight_of(options.w_load(), options);
+  require_at_least("MoE", "w_importance", w_importance, 0);
+  require_at_least("MoE", "w_load", w_load, 0);
+  return {w_importance, w_load};
+}
+
 void check_losses(const std::vector<std::shared_ptr<RouterLoss>>& losses) {
   std::set<std::string> names;
   std::vector<std::string> quoted;
@@ -74,8 +84,7 @@ void check_options(const MoEOptions& options) {
   require_size(owner, "d_model", options.d_model());
   require_size(owner, "num_experts", options.num_experts());
   require_k(owner, options.k(), options.num_experts());
-  require_at_least<double>(owner, "w_importance", weight_of(options.w_importance(), options), 0);
-  require_at_least<double>(owner, "w_load", weight_of(options.w_load(), options), 0);
+  weights_of(options);
   TORCH_CHECK_VALUE(!options.gate() || (options.noise_epsilon() == 1e-2 && !options.generator()),
                     "MoE: noise_epsilon and generator must be left out when gate is given");
   const bool own = options.hidden_sizes() || options.activation() != "relu" ||
@@ -94,9 +103,11 @@ Module default_gate(const MoEOptions& options) {
 }
 
 Module default_experts(const MoEOptions& options) {
+  auto hidden_sizes = options.hidden_sizes();
+  if (!hidden_sizes) hidden_sizes = {product_of("MoE", "4 * d_model", 4, options.d_model())};
   return std::make_shared<FeedForwardExpertsImpl>(
       FeedForwardExpertsOptions(options.num_experts(), options.d_model())
-          .hidden_sizes(options.hidden_sizes().value_or(std::vector{4 * options.d_model()}))
+          .hidden_sizes(*hidden_sizes)
           .activation(options.activation())
           .activation_args(options.activation_args())
           .bias(options.bias())
@@ -152,25 +163,32 @@ MoEImpl::MoEImpl(const MoEOptions& options) : options(options) {
 }
 
 void MoEImpl::reset() {
-  auto gate = options.gate();
-  auto experts = options.experts();
-  if (!gate) gate = default_gate(options);
-  gate_ = checked_child<Gate>("gate", "Gate", gate);
-  check_size("gate.d_model", gate_->d_model(), options.d_model());
-  check_size("gate.num_experts", gate_->num_experts(), options.num_experts());
-  check_size("gate.k", gate_->k(), options.k());
-  if (!experts) experts = default_experts(options);
-  experts_ = checked_child<Experts>("experts", "Experts", experts);
-  check_size("experts.d_model", experts_->d_model(), options.d_model());
-  check_size("experts.num_experts", experts_->num_experts(), options.num_experts(),
+  const auto gate = options.gate() ? options.gate() : default_gate(options);
+  const auto checked_gate = checked_child<Gate>("gate", "Gate", gate);
+  check_size("gate.d_model", checked_gate->d_model(), options.d_model());
+  check_size("gate.num_experts", checked_gate->num_experts(), options.num_experts());
+  check_size("gate.k", checked_gate->k(), options.k());
+  const auto experts = options.experts() ? options.experts() : default_experts(options);
+  const auto checked_experts = checked_child<Experts>("experts", "Experts", experts);
+  check_size("experts.d_model", checked_experts->d_model(), options.d_model());
+  check_size("experts.num_experts", checked_experts->num_experts(), options.num_experts(),
              " on this rank");
   TORCH_CHECK_VALUE(
       !options.recompute() || std::dynamic_pointer_cast<FeedForwardExpertsImpl>(experts),
       "MoE: recompute must be false for experts other than FeedForwardExperts, got true");
+  const auto shared_expert =
+      options.shared_expert().is_empty() ? nullptr : options.shared_expert().ptr();
+  if (const auto* shared = dynamic_cast<const SharedExpertImpl*>(shared_expert.get())) {
+    const auto width = shared->options.d_model();
+    TORCH_CHECK_VALUE(width == options.d_model(),
+                      "MoE: shared_expert.expert.d_model must be d_model = ", options.d_model(),
+                      ", got ", width);
+  }
   register_module("gate", gate);
   register_module("experts", experts);
-  const auto& shared_expert = options.shared_expert();
-  if (!shared_expert.is_empty()) register_module("shared_expert", shared_expert.ptr());
+  if (shared_expert) register_module("shared_expert", shared_expert);
+  gate_ = checked_gate;
+  experts_ = checked_experts;
 }
 
 void MoEImpl::pretty_print(std::ostream& stream) const {
@@ -204,8 +222,7 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
                                             const OptionalTensor& expert_index) {
   const int64_t d_model = options.d_model();
   const auto mask = defined(optional_mask);
-  TORCH_CHECK_TYPE(x.defined(), "MoE: x must be a tensor, got an undefined one");
-  TORCH_CHECK_VALUE(!x.is_nested(), "MoE: x must be a dense tensor, got a nested tensor");
+  require_dense("MoE", x);
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == d_model,
                     "MoE: x must have a last dimension of d_model = ", d_model, ", got shape ",
                     tuple_of(x.sizes()));
@@ -227,6 +244,9 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
     given = checked_index(*given, tokens);
   }
   const auto routing = given ? gate_->replay(tokens, *given) : gate_->forward(tokens);
+  TORCH_CHECK_VALUE(routing.importance.numel() == options.num_experts(),
+                    "MoE: num_experts must be ", routing.importance.numel(),
+                    ", the gate's number of experts, got ", options.num_experts());
   const auto plan = ops::dispatch_plan(routing.expert_index, options.num_experts());
   auto y = mixture(tokens, routing, plan).to(x.scalar_type());
   if (routing.token_offsets) {
@@ -236,7 +256,7 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
   }
   if (auto& shared_expert = options.shared_expert(); !shared_expert.is_empty()) {
     const auto shared = shared_expert.forward(cast(tokens));
-    TORCH_CHECK_VALUE(shared.dim() == 2 && shared.size(1) == y.size(1),
+    TORCH_CHECK_VALUE(shared.sizes() == y.sizes(),
                       "MoE: shared_expert must return [T, d_output = ", y.size(1), "], got ",
                       shared.sizes());
     y = y + shared.to(y.scalar_type());
@@ -245,8 +265,7 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
   if (mask) y = y.new_zeros({mask->numel(), y.size(-1)}).index_copy(0, position, y);
   // L_importance + L_load in one operator; a gate may return another type for the load.
   auto loss = ops::weighted_cv_squared(
-      {routing.importance, routing.load.to(routing.importance.scalar_type())},
-      {weight_of(options.w_importance(), options), weight_of(options.w_load(), options)});
+      {routing.importance, routing.load.to(routing.importance.scalar_type())}, weights_of(options));
   if (routing.loss) loss = loss + *routing.loss;
   std::map<std::string, Tensor> losses;
   if (!options.losses().empty()) {
@@ -254,7 +273,7 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
     for (const auto& router_loss : options.losses()) {
       const auto sums = router_loss->sums(routing, plan.tokens_per_expert, sequence_offsets);
       const auto value = router_loss->value(sums);
-      loss = loss + value * router_loss->weight;
+      loss = loss + value * router_loss->checked_weight();
       losses[router_loss->name()] = value.detach();
     }
   }
@@ -315,6 +334,9 @@ Tensor MoEImpl::mixture(const Tensor& x, const Routing& routing,
                   .recompute = options.recompute()});
   }
   const auto rows = experts_->forward(ops::dispatch(x, plan.inverse, token_offsets), plan.offsets);
+  TORCH_CHECK_VALUE(rows.size(-1) == experts_->d_output(),
+                    "MoE: experts must return [R, d_output = ", experts_->d_output(), "], got ",
+                    rows.size(-1));
   // Experts may return any dtype.
   return ops::combine(rows.to(x.scalar_type()), gates, plan.inverse, token_offsets);
 }
@@ -331,7 +353,7 @@ MoEOptions HierarchicalMoEOptions::flat() const {
   const int64_t num_experts =
       num_experts_of_levels("HierarchicalMoE", d_model_, num_groups_, experts_per_group_, k_);
   auto options = layer_;
-  options.d_model(d_model_).num_experts(num_experts).k(k_[0] * k_[1]);
+  options.d_model(d_model_).num_experts(num_experts).k(k_of_levels("HierarchicalMoE", k_));
   if (!options.gate()) {
     options.gate(std::make_shared<HierarchicalNoisyTopKGateImpl>(
         HierarchicalNoisyTopKGateOptions(d_model_, num_groups_, experts_per_group_, k_)

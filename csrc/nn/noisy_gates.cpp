@@ -60,11 +60,15 @@ Selection select(const NoisyGate& gate, const NoisyLogits& noisy, int64_t k) {
                                                gate.options.noise_epsilon())};
 }
 
-// Sets the clean logits [T, E] of experts that are not in expert_index [T, K] to -inf. A selection
+// Sets the clean logits [T, E] of experts that are not in expert_index [T, k] to -inf. A selection
 // then selects exactly the given experts, with unchanged gates.
-NoisyLogits only_given(NoisyLogits noisy, const Tensor& expert_index) {
+NoisyLogits only_given(NoisyLogits noisy, const Tensor& expert_index, int64_t k) {
   auto& clean = noisy.clean_logits;
-  const auto given = at::zeros_like(clean, at::kBool).scatter(1, expert_index, true);
+  require_defined("NoisyTopKGate", "expert_index", expert_index);
+  const auto checked = ops::topk_routing(clean.detach(), k, {}, "softmax", /*renormalize=*/true,
+                                         /*scale=*/1, /*num_groups=*/1, /*groups_per_token=*/1,
+                                         /*group_score_k=*/2, expert_index);
+  const auto given = at::zeros_like(clean, at::kBool).scatter(1, checked.expert_index, true);
   clean = at::where(given, clean, -std::numeric_limits<double>::infinity());
   return noisy;
 }
@@ -93,7 +97,7 @@ NoisyTopKGateOptions::NoisyTopKGateOptions(int64_t d_model, int64_t num_experts,
 NoisyTopKGateImpl::NoisyTopKGateImpl(const NoisyTopKGateOptions& options)
     : Gate(options.d_model(), options.num_experts(), options.k(), "NoisyTopKGate"),
       options(options) {
-  require_at_least("NoisyTopKGate", "noise_epsilon", options.noise_epsilon(), 0.0);
+  require_at_least("NoisyTopKGate", "noise_epsilon", options.noise_epsilon(), 0);
   reset();
 }
 
@@ -124,9 +128,10 @@ Routing NoisyTopKGateImpl::replay(const Tensor& x, const Tensor& expert_index) {
 }
 
 Routing NoisyTopKGateImpl::route(const Tensor& x, const OptionalTensor& expert_index) {
+  require_tokens("NoisyTopKGate", x, d_model());
   const auto noisy = noisy_logits(*this, x, w_gate, w_noise);
   const auto kept =
-      select(*this, expert_index ? only_given(noisy, *expert_index) : noisy, k()).kept;
+      select(*this, expert_index ? only_given(noisy, *expert_index, k()) : noisy, k()).kept;
   OptionalTensor load;
   if (is_training()) {
     load = load_of(*this,
@@ -146,9 +151,9 @@ HierarchicalNoisyTopKGateImpl::HierarchicalNoisyTopKGateImpl(
     : Gate(options.d_model(),
            num_experts_of_levels("HierarchicalNoisyTopKGate", options.d_model(),
                                  options.num_groups(), options.experts_per_group(), options.k()),
-           options.k()[0] * options.k()[1], "HierarchicalNoisyTopKGate"),
+           k_of_levels("HierarchicalNoisyTopKGate", options.k()), "HierarchicalNoisyTopKGate"),
       options(options) {
-  require_at_least("HierarchicalNoisyTopKGate", "noise_epsilon", options.noise_epsilon(), 0.0);
+  require_at_least("HierarchicalNoisyTopKGate", "noise_epsilon", options.noise_epsilon(), 0);
   reset();
 }
 
@@ -178,6 +183,7 @@ Tensor HierarchicalNoisyTopKGateImpl::draw_noise(const Tensor& like) {
 }
 
 Routing HierarchicalNoisyTopKGateImpl::forward(const Tensor& x) {
+  require_tokens("HierarchicalNoisyTopKGate", x, d_model());
   const auto wide = widened(x);
   const auto primary = select(*this, noisy_logits(*this, wide, w_gate, w_noise), options.k()[0]);
   // The rows of X^(1), X^(2), ...: one for each slot (token, chosen group).

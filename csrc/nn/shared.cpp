@@ -43,6 +43,7 @@ void SharedExpertImpl::pretty_print(std::ostream& stream) const {
 }
 
 Tensor SharedExpertImpl::forward(const Tensor& x) {
+  require_tokens("SharedExpert", x, options.d_model());
   if (!w_gate.defined()) return expert->forward_fused(x, {.recompute = options.recompute()});
   const auto row = at::arange(x.size(0), x.options().dtype(at::kLong)).unsqueeze(1);
   // torch's sigmoid rounds differently at the end of a tensor, so that the output of a token would

@@ -20,6 +20,11 @@ ops::TopKRouting select(const TopKGateOptions& options, const Tensor& logits,
                            options.group_score_k(), expert_index);
 }
 
+void check_rate(const TopKGateOptions& options) {
+  const auto& rate = options.bias_update_rate();
+  if (rate) require_at_least("TopKGate", "bias_update_rate", *rate, 0);
+}
+
 // Returns scores that are not a softmax, for Routing::scores.
 OptionalTensor given_scores(const Tensor& logits, const std::string& score) {
   if (score == "sigmoid") return logits.sigmoid();
@@ -47,10 +52,11 @@ TopKGateImpl::TopKGateImpl(int64_t d_model, int64_t num_experts, int64_t k)
 
 TopKGateImpl::TopKGateImpl(const TopKGateOptions& options)
     : Gate(options.d_model(), options.num_experts(), options.k(), "TopKGate"), options(options) {
-  if (const auto& rate = options.bias_update_rate()) {
-    require_at_least("TopKGate", "bias_update_rate", *rate, 0.0);
-  }
+  check_rate(options);
   require_positive("TopKGate", "scale", options.scale());
+  require_size("TopKGate", "num_groups", options.num_groups());
+  require_size("TopKGate", "groups_per_token", options.groups_per_token());
+  require_size("TopKGate", "group_score_k", options.group_score_k());
   select(options, torch::empty({0, num_experts()}, torch::kMeta));  // checks the other options
   reset();
 }
@@ -127,6 +133,8 @@ Routing TopKGateImpl::replay(const Tensor& x, const Tensor& expert_index) {
 }
 
 Routing TopKGateImpl::route(const Tensor& x, const OptionalTensor& expert_index) {
+  require_tokens("TopKGate", x, d_model());
+  if (expert_index) require_defined("TopKGate", "expert_index", *expert_index);
   auto gate_logits = logits(x, w_gate);
   const auto type = gate_logits.scalar_type();
   if (b_gate.defined()) gate_logits = gate_logits + b_gate.to(type);
@@ -143,6 +151,9 @@ Routing TopKGateImpl::route(const Tensor& x, const OptionalTensor& expert_index)
 
 void TopKGateImpl::update() {
   const torch::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(selection_bias.defined() && options.bias_update_rate(),
+                    "TopKGate: bias_update_rate must be set for update(), got None");
+  check_rate(options);
   const auto& counts = tokens_since_update;
   const auto below_mean = at::sign(counts.sum() - counts * num_experts());  // exact in int64
   selection_bias.add_(below_mean.to(selection_bias.scalar_type()) * *options.bias_update_rate());

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moe_ext import ops
-from moe_ext.checks import (
-    refuse,
-    require_dtype,
-    require_floating,
-    require_k,
-    require_not_nested,
-    require_sizes,
-)
+from moe_ext.checks import require_dtype, require_k, require_sizes, require_tokens
 from moe_ext.gates._logits import logits
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
@@ -162,14 +155,7 @@ class Gate(nn.Module):
 
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""
-        # All conditions are tested here too: the calls would take microseconds.
-        if not isinstance(x, Tensor) or x.is_nested:
-            require_not_nested(type(self).__name__, x=x)
-        if x.dim() != 2 or x.shape[1] != self.d_model:
-            rule = f"have shape [T, d_model = {self.d_model}]"
-            refuse(f"{type(self).__name__}: x", rule, tuple(x.shape))
-        if not x.is_floating_point():
-            require_floating(type(self).__name__, x)
+        require_tokens(type(self).__name__, x, self.d_model)
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws standard normal noise in the shape and dtype of `like` from `generator`.

@@ -85,7 +85,9 @@ class NoisyTopKGate(NoisyGate):
         self._require_tokens(x)
         clean_logits, raw, noise = self._noisy_logits(x, self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
-        given = clean_logits if expert_index is None else _only_given(clean_logits, expert_index)
+        given = clean_logits
+        if expert_index is not None:
+            given = _only_given(clean_logits, expert_index, self.k)
         own = selection = ops.noisy_topk_gating(given, *settings)
         load = None
         if self.training:
@@ -97,16 +99,14 @@ class NoisyTopKGate(NoisyGate):
         )
 
 
-def _only_given(logits: Tensor, expert_index: Tensor) -> Tensor:
-    """Sets the logits [T, E] of experts that are not in expert_index [T, K] to -inf.
+def _only_given(logits: Tensor, expert_index: Tensor, k: int) -> Tensor:
+    """Sets the logits [T, E] of experts that are not in expert_index [T, k] to -inf.
 
     A top-k selection then selects exactly the given experts, with unchanged gates.
 
     Raises:
-        RuntimeError: a token has the same expert twice; on the CPU only, also in a compiled graph.
+        ValueError, TypeError, IndexError: expert_index is wrong; see `moe_ext.ops.topk_routing`.
     """
-    given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_index, True)
-    if given.device.type == "cpu":  # on CUDA, a failed check would end the use of the device
-        different = (given.sum(1) == expert_index.shape[1]).all()
-        torch._assert_async(different, "expert_index must have different experts for each token")
+    checked = ops.topk_routing(logits.detach(), k, expert_index=expert_index)
+    given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, checked.expert_index, True)
     return torch.where(given, logits, -torch.inf)

@@ -7,8 +7,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 
 #include "exported.h"
 
@@ -39,6 +41,23 @@ void replay(const Tensor& expert_index) {
 Tensor zeros(auto... sizes) { return torch::zeros({sizes...}); }
 
 std::array<int64_t, 2> pair(int64_t first, int64_t second) { return {first, second}; }
+
+constexpr double inf = std::numeric_limits<double>::infinity();
+
+struct SumImpl : torch::nn::Cloneable<SumImpl> {
+  void reset() override {}
+  Tensor forward(const Tensor& x) { return x.sum(0, /*keepdim=*/true); }
+};
+TORCH_MODULE(Sum);
+
+struct WiderExpertsImpl : torch::nn::Cloneable<WiderExpertsImpl>, Experts {
+  WiderExpertsImpl(int64_t num_experts, int64_t d_model) : Experts(num_experts, d_model, d_model) {}
+  void reset() override {}
+  Tensor forward(const Tensor& x, const Tensor&) override {
+    return zeros(x.size(0), x.size(1) + 1);
+  }
+};
+TORCH_MODULE(WiderExperts);
 
 // The name of a call is the same call in Python, which export.py evaluates.
 const std::map<std::string, Call> calls = {
@@ -148,6 +167,96 @@ const std::map<std::string, Call> calls = {
     {"FactoredAdam([zeros(2, 3)], beta2=1.5)", [] { optimize(FactoredAdamOptions().beta2(1.5)); }},
     {"FactoredAdam([zeros(2, 3, dtype=complex64)])",
      [] { optimize(FactoredAdamOptions(), torch::kComplexFloat); }},
+    {"SoftmaxGate(8, 6)(zeros(3, 7))", [] { SoftmaxGate(8, 6)->forward(zeros(3, 7)); }},
+    {"TopKGate(8, 6, 2)(zeros(3, 7))", [] { TopKGate(8, 6, 2)->forward(zeros(3, 7)); }},
+    {"NoisyTopKGate(8, 6, 2)(zeros(3, 7))",
+     [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2))->forward(zeros(3, 7)); }},
+    {"HierarchicalNoisyTopKGate(8, 4, 3, (2, 1))(zeros(3, 7))",
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, pair(2, 1)))
+           ->forward(zeros(3, 7));
+     }},
+    {"BalancedGate(8, 6, 2)(zeros(3, 7))",
+     [] { BalancedGate(BalancedGateOptions(8, 6, 2))->forward(zeros(3, 7)); }},
+    {"HierarchicalBalancedGate(8, 4, 3, (2, 1))(zeros(3, 7))",
+     [] {
+       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, pair(2, 1)))
+           ->forward(zeros(3, 7));
+     }},
+    {"ExpertChoiceGate(8, 6, 2)(zeros(3, 7))",
+     [] { ExpertChoiceGate(8, 6, 2)->forward(zeros(3, 7)); }},
+    {"SharedExpert(8, [5])(zeros(3, 7))",
+     [] { SharedExpert(SharedExpertOptions(8, {5}))->forward(zeros(3, 7)); }},
+    {"SoftmaxGate(8, 6)(zeros(2, 3, 8))", [] { SoftmaxGate(8, 6)->forward(zeros(2, 3, 8)); }},
+    {"SoftmaxGate(8, 6)(zeros(3, 8, dtype=int64))",
+     [] { SoftmaxGate(8, 6)->forward(zeros(3, 8).to(torch::kLong)); }},
+    {"SoftmaxGate(8, 6)(zeros(3, 8, dtype=complex64))",
+     [] { SoftmaxGate(8, 6)->forward(zeros(3, 8).to(torch::kComplexFloat)); }},
+    {"TopKGate(8, 6, 2)(zeros(3, 8), expert_index=zeros(3, 2))",
+     [] { TopKGate(8, 6, 2)->replay(zeros(3, 8), zeros(3, 2)); }},
+    {"TopKGate(8, 6, 2)(zeros(3, 8), expert_index=zeros(3, 1, dtype=int64))",
+     [] { TopKGate(8, 6, 2)->replay(zeros(3, 8), zeros(3, 1).to(torch::kLong)); }},
+    {"TopKGate(8, 6, 2)(zeros(1, 8), expert_index=tensor([[0, 6]]))",
+     [] {
+       TopKGate(8, 6, 2)->replay(zeros(1, 8), torch::tensor({{0, 6}}));
+     }},
+    {"TopKGate(8, 6, 2)(zeros(1, 8), expert_index=tensor([[3, 3]]))",
+     [] {
+       TopKGate(8, 6, 2)->replay(zeros(1, 8), torch::tensor({{3, 3}}));
+     }},
+    {"NoisyTopKGate(8, 6, 2)(zeros(3, 8), expert_index=zeros(3, 2))",
+     [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2))->replay(zeros(3, 8), zeros(3, 2)); }},
+    {"NoisyTopKGate(8, 6, 2)(zeros(3, 8), expert_index=zeros(3, 1, dtype=int64))",
+     [] {
+       NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2))
+           ->replay(zeros(3, 8), zeros(3, 1).to(torch::kLong));
+     }},
+    {"NoisyTopKGate(8, 6, 2)(zeros(1, 8), expert_index=tensor([[0, 6]]))",
+     [] {
+       NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2))->replay(zeros(1, 8), torch::tensor({{0, 6}}));
+     }},
+    {"NoisyTopKGate(8, 6, 2)(zeros(1, 8), expert_index=tensor([[3, 3]]))",
+     [] {
+       NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2))->replay(zeros(1, 8), torch::tensor({{3, 3}}));
+     }},
+    {"TopKGate(8, 6, 2, bias_update_rate=inf)",
+     [] { TopKGate(TopKGateOptions(8, 6, 2).bias_update_rate(inf)); }},
+    {"TopKGate(8, 6, 2, scale=1e300)", [] { TopKGate(TopKGateOptions(8, 6, 2).scale(1e300)); }},
+    {"TopKGate(8, 6, 2, num_groups=0)", [] { TopKGate(TopKGateOptions(8, 6, 2).num_groups(0)); }},
+    {"TopKGate(8, 6, 2, groups_per_token=0)",
+     [] { TopKGate(TopKGateOptions(8, 6, 2).groups_per_token(0)); }},
+    {"TopKGate(8, 6, 2, group_score_k=0)",
+     [] { TopKGate(TopKGateOptions(8, 6, 2).group_score_k(0)); }},
+    {"MoE(8, 6, 2, w_importance=inf)", [] { MoE(MoEOptions(8, 6, 2).w_importance(inf)); }},
+    {"MoE(8, 6, 2, w_load=1e-50)", [] { MoE(MoEOptions(8, 6, 2).w_load(1e-50)); }},
+    {"MoE(8, 6, 2, noise_epsilon=nan)",
+     [] { MoE(MoEOptions(8, 6, 2).noise_epsilon(std::nan(""))); }},
+    {"SwitchLoss(1e+300)", [] { SwitchLoss(1e300); }},
+    {"importance_loss(ones(3), inf)", [] { importance_loss(torch::ones({3}), inf); }},
+    {"importance_loss(ones(3, dtype=int64), 0.5)",
+     [] { importance_loss(torch::ones({3}, torch::kLong), 0.5); }},
+    {"load_loss(zeros(3, 3), 0.5)", [] { load_loss(zeros(3, 3), 0.5); }},
+    {"batchwise_loss(zeros(4, 3), zeros(3), zeros(4, 3))",
+     [] { batchwise_loss(zeros(4, 3), zeros(3), zeros(4, 3)); }},
+    {"batchwise_loss(zeros(3), zeros(3), zeros(3, dtype=bool))",
+     [] { batchwise_loss(zeros(3), zeros(3), zeros(3).to(torch::kBool)); }},
+    {"FeedForwardExperts(4, 8, dtype=int64)",
+     [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).dtype(torch::kLong)); }},
+    {"SharedExpert(8, [5], dtype=int64)",
+     [] { SharedExpert(SharedExpertOptions(8, {5}).dtype(torch::kLong)); }},
+    {"MoE(8, 6, 2, expert_dtype=complex64)",
+     [] { MoE(MoEOptions(8, 6, 2).expert_dtype(torch::kComplexFloat)); }},
+    {"MoE(8, 6, 2)(zeros(3, 8, dtype=float64))",
+     [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8).to(torch::kDouble)); }},
+    {"MoE(8, 6, 2, shared_expert=SharedExpert(9, [5]))",
+     [] { MoE(MoEOptions(8, 6, 2).shared_expert(SharedExpert(SharedExpertOptions(9, {5})))); }},
+    {"MoE(8, 6, 2, shared_expert=Sum())(zeros(3, 8))",
+     [] { MoE(MoEOptions(8, 6, 2).shared_expert(Sum()))->forward(zeros(3, 8)); }},
+    {"MoE(8, 6, 2, experts=WiderExperts(6, 8))(zeros(3, 8))",
+     [] { MoE(MoEOptions(8, 6, 2).experts(WiderExperts(6, 8)))->forward(zeros(3, 8)); }},
+    {"FactoredAdam([zeros(2, 3)], lr=nan)", [] { optimize(FactoredAdamOptions(std::nan(""))); }},
+    {"FactoredAdam([zeros(2, 3)], eps=inf)", [] { optimize(FactoredAdamOptions().eps(inf)); }},
+    {"FactoredAdam([zeros(2, 3)], eps=0)", [] { optimize(FactoredAdamOptions().eps(0)); }},
     {"step_with(eye(3).to_sparse())",
      [] {
        auto weight = torch::zeros({3, 3}, torch::requires_grad());
@@ -167,6 +276,79 @@ TEST_P(Errors, HaveThePythonText) {
 }
 
 // What Python has no call for
+
+template <typename Error>
+void expect_message(const std::string& message, const Call& call) {
+  try {
+    call();
+    ADD_FAILURE() << "no error: " << message;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.what_without_backtrace(), message);
+  }
+}
+
+TEST(Weights, ThatChangeAreCheckedInForward) {
+  const auto loss = std::make_shared<ZLoss>(0.1);
+  MoE layer(MoEOptions(8, 6, 2).losses({loss}));
+  const auto forward = [&] { layer->forward(zeros(3, 8)); };
+  loss->weight = std::nan("");
+  expect_message<c10::ValueError>("ZLoss: weight must be a finite number, got nan", forward);
+  loss->weight = 0.1;
+  layer->options.w_load(-1);
+  expect_message<c10::ValueError>("MoE: w_load must be at least 0, got -1", forward);
+  layer->options.w_load(1);
+  forward();
+}
+
+TEST(Sizes, WhoseProductOverflowsAreNamed) {
+  constexpr int64_t large = int64_t{1} << 62, root = int64_t{1} << 32;
+  const std::string most = " must be at most 9223372036854775807, got ";
+  const std::string product = most + "4294967296 * 4294967296";
+  expect_message<c10::ValueError>("HierarchicalMoE: num_groups * experts_per_group" + product, [] {
+    HierarchicalMoE(HierarchicalMoEOptions(8, root, root, pair(1, 1)));
+  });
+  expect_message<c10::ValueError>(
+      "HierarchicalNoisyTopKGate: num_groups * experts_per_group" + product, [] {
+        HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, root, root, pair(1, 1)));
+      });
+  expect_message<c10::ValueError>(
+      "FeedForwardExperts: the width of a gated hidden layer" + most + "2 * 4611686018427387904",
+      [] {
+        const auto options = FeedForwardExpertsOptions(4, 8).activation("swiglu");
+        FeedForwardExperts(FeedForwardExpertsOptions(options).hidden_sizes({large}));
+      });
+}
+
+TEST(Modules, ThatAreMadeStayAsTheyAreIfResetFails) {
+  MoE layer(MoEOptions(8, 6, 2).expert_dtype(torch::kBFloat16).bias(true));
+  layer->eval();
+  const auto x = torch::randn({3, 8});
+  const auto y = std::get<0>(layer->forward(x));
+  EXPECT_THROW(layer->reset(), c10::Error);
+  EXPECT_THROW(dynamic_cast<FeedForwardExpertsImpl&>(layer->experts()).reset(), c10::Error);
+  EXPECT_THROW(dynamic_cast<NoisyTopKGateImpl&>(layer->gate()).reset(), c10::Error);
+  EXPECT_TRUE(same_bits(std::get<0>(layer->forward(x)), y));
+  EXPECT_EQ(layer->named_children()["gate"].get(),
+            dynamic_cast<torch::nn::Module*>(&layer->gate()));
+}
+
+struct FewerExpertsImpl : torch::nn::Cloneable<FewerExpertsImpl>, Gate {
+  FewerExpertsImpl() : Gate(8, 6, 2) {}
+  void reset() override {}
+  Routing forward(const Tensor& x) override { return TopKGate(8, 5, 2)->forward(x); }
+};
+TORCH_MODULE(FewerExperts);
+
+TEST(Gates, MustRouteToAllExpertsOfTheLayer) {
+  MoE layer(MoEOptions(8, 6, 2).gate(FewerExperts()));
+  expect_message<c10::ValueError>("MoE: num_experts must be 5, the gate's number of experts, got 6",
+                                  [&] { layer->forward(zeros(3, 8)); });
+}
+
+TEST(Gates, WithoutBiasUpdateRateHaveNoUpdate) {
+  expect_message<c10::ValueError>("TopKGate: bias_update_rate must be set for update(), got None",
+                                  [] { TopKGate(8, 6, 2)->update(); });
+}
 
 TEST(Gates, WithoutSelectionBiasCannotBeUpdated) {
   TopKGate gate(8, 6, 2);
@@ -193,6 +375,22 @@ TEST(Layer, TakesUndefinedTensorsAsAbsent) {
   const auto expected = std::get<0>(layer(x));
   EXPECT_TRUE(same_bits(std::get<0>(layer(x, torch::Tensor(), torch::Tensor())), expected));
   EXPECT_THROW(layer(torch::Tensor()), c10::TypeError);
+}
+
+TEST(Gates, NeedDefinedTensors) {
+  const auto x = zeros(3, 8);
+  expect_message<c10::TypeError>("SoftmaxGate: x must be a tensor, got an undefined one",
+                                 [] { SoftmaxGate(8, 6)->forward(Tensor()); });
+  for (const std::shared_ptr<Gate>& gate : std::vector<std::shared_ptr<Gate>>{
+           TopKGate(8, 6, 2).ptr(), NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2)).ptr(),
+           SoftmaxGate(8, 6).ptr()}) {
+    EXPECT_THROW(gate->replay(x, Tensor()), c10::TypeError);
+  }
+}
+
+TEST(Losses, NeedDefinedTensors) {
+  EXPECT_THROW(importance_loss(Tensor(), 0.5), c10::TypeError);
+  EXPECT_THROW(batchwise_loss(zeros(4, 3), zeros(3), Tensor()), c10::TypeError);
 }
 
 TEST(Arguments, ThatAreUndefinedAreAbsent) {

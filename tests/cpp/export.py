@@ -224,6 +224,16 @@ def save_state_dicts(folder: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), folder / "ordered.pt")  # a mistake
 
 
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0, keepdim=True)
+
+
+class WiderExperts(moe_ext.Experts):
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return x.new_zeros(len(x), x.shape[1] + 1)
+
+
 def replay(expert_index: Tensor) -> None:
     MoE(8, 6, 2, gate=TopKGate(8, 6, 2))(torch.zeros(3, 8), expert_index=expert_index)
 

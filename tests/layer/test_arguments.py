@@ -62,6 +62,11 @@ class Narrow(Experts):
         return x[:, :2]
 
 
+class RowSum(Identity):
+    def forward(self, x):
+        return x.sum(0, keepdim=True)
+
+
 class RowGate(Gate):
     def forward(self, x):
         raise AssertionError("never called")
@@ -233,6 +238,12 @@ CALLS = {
     "replay([0, 1], [0, 1], [3, 3])": r"expert_index must have different .*, got \[3, 3\]$",
     "batchwise_loss(x, torch.ones(1, D), x > 0)": r"threshold must have shape \(3,\), got \(1, 3\)",
     "batchwise_loss(x, torch.ones(D), x[0] > 0)": r"mask must have shape \(3, 3\), got \(3,\)",
+    "batchwise_loss(x[0], x[0], x[0] > 0)": r"scores must have .*num_tokens, E\], got \(3,\)$",
+    "load_loss(x, 0.1)": r"^load_loss: load must have shape \[E\] .*, got \(3, 3\)$",
+    "importance_loss(x[:0, 0], 0.1)": r"^importance_loss: importance must .*, got \(0,\)$",
+    "gate()(x, expert_index=x[:, :1].long())": r"expert_index must have .*\[3, 2\], got \[3, 1\]$",
+    "gate()(x, expert_index=x[:, :2].long())": "expert_index must have different experts for",
+    "layer(shared_expert=RowSum())(x)": r"^MoE: shared_expert must return .*, got \[1, 3\]$",
     "lstm(memory_slots=0)": "^MoELSTM: memory_slots must be at least 1, got 0",
     "lstm(dropout=1.0)": r"^MoELSTMCell: dropout must be in \[0, 1\), got 1.0",
     "lstm(w_load=None)": "^MoELSTM: w_load must .*, got None$",
@@ -252,6 +263,7 @@ CALLS |= {
         "NoisyTopKGate": "gate()",
         "TopKGate": "TopKGate(D, E, K)",
         "BalancedGate": "BalancedGate(D, E, K)",
+        "SharedExpert": "SharedExpert(D, [4])",
     }.items()
     for shape in ((2, 4), (2, 2, 3))
 }
@@ -305,6 +317,8 @@ TYPES = {
     "importance_loss([1.0], 0.1)": "^importance_loss: importance must be a tensor, got list$",
     "load_loss(None, 0.1)": "^load_loss: load must be a tensor, got NoneType$",
     "batchwise_loss(x, None, x > 0)": "^batchwise_loss: threshold must be a tensor, got NoneType$",
+    "batchwise_loss(x, torch.ones(D), x)": "^batchwise_loss: mask must .*, got torch.float32$",
+    "load_loss(x[0].long(), 0.1)": "^load_loss: load must have a floating-point dtype, got torch",
     "moe_ext.recurrent.unroll(None, [], [None], [])": "^unroll: inputs must .*, got None",
     "gate()(x.long())": "^NoisyTopKGate: x must have a floating",
     "layer()(x.long())": "^MoE: x must have a floating-point dtype, got torch.int64$",

@@ -475,7 +475,13 @@ class MOE_EXT_API RouterLoss {
   // Computes the unweighted loss, a scalar, from these sums.
   virtual Tensor value(at::TensorList sums) const = 0;
 
+  // Returns the weight. Throws c10::ValueError if it is below 0 or not a number of float32.
+  double checked_weight() const;
+
   double weight;  // may change between steps
+
+ private:
+  std::string owner_;
 };
 
 // Computes E sum_i f_i P_i (arXiv 2101.03961, Eqs. 4-6). f_i is the share of expert i in the
