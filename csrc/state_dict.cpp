@@ -8,11 +8,15 @@
 #include <torch/utils.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <filesystem>
+#include <iomanip>
 #include <optional>
 #include <random>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -89,6 +93,37 @@ class OutputFile {
   int error_ = 0;
 };
 
+// Requires a tensor that can be written or copied.
+void require_values(const char* owner, const std::string& name, const at::Tensor& value) {
+  const auto check = [&](bool holds, const auto& found) {
+    TORCH_CHECK_TYPE(holds, owner, ": ", name, " must be a dense tensor with values, got ", found);
+  };
+  check(value.defined(), "an undefined one");
+  check(!value.is_nested(), "a nested one");
+  check(value.layout() == at::kStrided, c10::str("the layout ", value.layout()));
+  check(!value.is_meta(), "one on the meta device");
+}
+
+// Returns whether Python can decode a text: every character has its shortest form, and none is a
+// surrogate.
+bool is_utf8(std::string_view text) {
+  constexpr std::array<uint32_t, 5> kLeast = {0, 0, 0x80, 0x800, 0x10000};
+  while (!text.empty()) {
+    const uint8_t first = text[0];
+    const size_t length = first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    if ((first >= 0x80 && first < 0xc0) || first >= 0xf8 || length > text.size()) return false;
+    uint32_t character = length == 1 ? first : first & (0x7f >> length);
+    for (const uint8_t next : text.substr(1, length - 1)) {
+      if (next >> 6 != 2) return false;
+      character = character << 6 | (next & 0x3f);
+    }
+    const bool surrogate = character >= 0xd800 && character < 0xe000;
+    if (character < kLeast[length] || character > 0x10ffff || surrogate) return false;
+    text.remove_prefix(length);
+  }
+  return true;
+}
+
 }  // namespace
 
 StateDict state_dict(const torch::nn::Module& module) {
@@ -105,6 +140,7 @@ void load_state_dict(torch::nn::Module& module, const StateDict& values) {
     const auto found = values.find(name);
     TORCH_CHECK_VALUE(found != values.end(), owner, ": values must have the module's ", name,
                       ", got no tensor of this name");
+    require_values(owner, name, found->second);
     nn::require_shape(owner, name.c_str(), found->second, target.sizes());
   }
   for (const auto& [name, value] : values) {
@@ -131,6 +167,8 @@ StateDict read_state_dict(const std::string& path) {
     // LibTorch reads an OrderedDict as None, and then fails to add names to it.
     const bool ordered = message.find("Expected GenericDict but got None") != std::string::npos;
     check(false, ordered ? "an OrderedDict; write dict(module.state_dict())" : message);
+  } catch (const std::exception& error) {  // such as std::bad_alloc for a wrong size
+    check(false, error.what());
   }
   check(content.isGenericDict(), content.tagKind());
   StateDict result;
@@ -143,8 +181,20 @@ StateDict read_state_dict(const std::string& path) {
 }
 
 void write_state_dict(const StateDict& values, const std::string& path) {
+  constexpr auto owner = "write_state_dict";
   c10::Dict<std::string, at::Tensor> dict;
-  for (const auto& [name, value] : values) dict.insert(name, value.detach().cpu());
+  std::map<const void*, at::ScalarType> types;
+  for (const auto& [name, value] : values) {
+    TORCH_CHECK_VALUE(is_utf8(name), owner, ": values must have names in UTF-8, got ",
+                      std::quoted(name));
+    require_values(owner, name, value);
+    auto tensor = value.detach().cpu();
+    // The pickler writes a storage once, with the dtype of its first tensor.
+    const auto type = tensor.scalar_type();
+    const auto [first, is_new] = types.try_emplace(tensor.storage().unsafeGetStorageImpl(), type);
+    if (first->second != type) tensor = tensor.clone();
+    dict.insert(name, tensor);
+  }
   std::string pickle;
   const auto append = [&](const char* data, size_t size) { pickle.append(data, size); };
   // Python's torch.load reads a dict without a tag of its type.

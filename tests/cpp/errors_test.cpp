@@ -481,6 +481,41 @@ TEST_F(Files, WithOtherValuesAreRefused) {
   EXPECT_THROW(moe_ext::read_state_dict(path("list")), c10::TypeError);
 }
 
+// The pickler writes a storage once, with the dtype of its first tensor.
+TEST_F(Files, KeepTheDtypesOfTensorsThatShareStorage) {
+  const auto weight = torch::randn({4, 6}), numbers = torch::randn({3}, torch::kComplexFloat);
+  const moe_ext::StateDict values = {{"bits", weight.view(torch::kInt)},
+                                     {"half", weight.view(torch::kHalf)},
+                                     {"numbers", numbers},
+                                     {"parts", torch::view_as_real(numbers)},
+                                     {"rows", weight.slice(0, 1, 3)},
+                                     {"weight", weight}};
+  moe_ext::write_state_dict(values, path("state"));
+  expect_same_bits(moe_ext::read_state_dict(path("state")), values);
+}
+
+TEST_F(Files, TakeDenseTensorsWithNamesInUtf8) {
+  const auto x = torch::ones({3});
+  const std::string rule = "write_state_dict: w must be a dense tensor with values, got ";
+  const std::vector<std::pair<std::string, Tensor>> wrong = {
+      {"an undefined one", Tensor()},
+      {"the layout Sparse", x.to_sparse()},
+      {"one on the meta device", x.to(torch::kMeta)}};
+  for (const auto& [found, value] : wrong) {
+    const moe_ext::StateDict values = {{"v", x}, {"w", value}};
+    expect_message<c10::TypeError>(rule + found,
+                                   [&] { moe_ext::write_state_dict(values, path("state")); });
+  }
+  for (const std::string name : {"\xff", "\xc3", "\x80x", "\xc0\x80", "\xed\xa0\x80",
+                                 "\xf4\x90\x80\x80", "\xe0\x80\xaf", "\xc3x"}) {
+    EXPECT_THROW(moe_ext::write_state_dict({{name, x}}, path("state")), c10::ValueError);
+  }
+  EXPECT_FALSE(std::filesystem::exists(path("state")));
+  const moe_ext::StateDict values = {{"\u00e9\u20ac\U0001f600 \x01", x}};
+  moe_ext::write_state_dict(values, path("state"));
+  expect_same_bits(moe_ext::read_state_dict(path("state")), values);
+}
+
 TEST_F(Files, KeepLinksPipesAndPermissions) {
   namespace fs = std::filesystem;
   const moe_ext::StateDict values = {{"w", torch::ones({3})}};

@@ -112,6 +112,12 @@ TEST_P(Layers, StateDictsThatDoNotFitChangeNothing) {
     EXPECT_THROW(load_state_dict(*module, values), c10::ValueError);
     expect_same_bits(state_dict(*module), before);
   }
+  const auto last = before.rbegin()->second;
+  for (const auto& value : {Tensor(), last.to(torch::kMeta), last.to_sparse()}) {
+    wrong.rbegin()->second = value;
+    EXPECT_THROW(load_state_dict(*module, wrong), c10::TypeError);
+    expect_same_bits(state_dict(*module), before);
+  }
 }
 
 TEST_P(Layers, ReportThePythonMetrics) {

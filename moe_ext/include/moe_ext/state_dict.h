@@ -19,7 +19,8 @@ MOE_EXT_API StateDict state_dict(const torch::nn::Module& module);
 
 // Copies the values of a state dict into the parameters and buffers of a module.
 //
-// Throws c10::ValueError, and changes nothing, if a name is missing or unknown or a shape differs.
+// Throws c10::ValueError, and changes nothing, if a name is missing or unknown or a shape differs;
+// c10::TypeError if a value is undefined, sparse, nested or on the meta device.
 MOE_EXT_API void load_state_dict(torch::nn::Module& module, const StateDict& values);
 
 // Reads a file that `torch.save(dict(module.state_dict()), path)` or write_state_dict wrote.
@@ -32,7 +33,8 @@ MOE_EXT_API StateDict read_state_dict(const std::string& path);
 // complete, and keeps its permissions. If `path` is a link, the file replaces the link's target. A
 // pipe or a device is written directly.
 //
-// Throws c10::Error if the file cannot be written.
+// Throws c10::Error if the file cannot be written. Throws c10::TypeError, and writes nothing, if a
+// value is undefined, sparse, nested or on the meta device; c10::ValueError if a name is not UTF-8.
 MOE_EXT_API void write_state_dict(const StateDict& values, const std::string& path);
 
 }  // namespace moe_ext
