@@ -47,24 +47,44 @@ FactoredAdamParamState initial_state(const torch::Tensor& param,
   return state;
 }
 
+// Checks a state that was read from a file.
+void check_state(const FactoredAdamParamState& state, const torch::Tensor& param,
+                 FactoredAdamOptions options) {
+  const auto expected = initial_state(param, options.factored(state.row().defined()));
+  const auto check = [](const char* name, const torch::Tensor& given, const torch::Tensor& like) {
+    const auto text = [](const torch::Tensor& x) {
+      return x.defined() ? c10::str(name_of(x.scalar_type()), " ", nn::tuple_of(x.sizes()))
+                         : "undefined";
+    };
+    TORCH_CHECK_VALUE(text(given) == text(like), "FactoredAdam: ", name, " of the file must be ",
+                      text(like), " for its parameter, got ", text(given));
+  };
+  TORCH_CHECK_VALUE(state.step() >= 0, "FactoredAdam: step of the file must be at least 0, got ",
+                    state.step());
+  check("row", state.row(), expected.row());
+  check("column", state.column(), expected.column());
+  check("second_moment", state.second_moment(), expected.second_moment());
+}
+
 void update(torch::Tensor& param, const torch::Tensor& grad, FactoredAdamParamState& state,
             const FactoredAdamOptions& options) {
-  state.step(state.step() + 1);
+  const int64_t step = state.step() + 1;
   const double beta2 = options.beta2();
   // row, column and mean(row) are each too small by 1 - beta2^t. Hence V is too small by it once.
-  const double scale = 1 / (1 - std::pow(beta2, static_cast<double>(state.step())));
+  const double scale = 1 / (1 - std::pow(beta2, static_cast<double>(step)));
   const auto lr = torch::tensor(options.lr(), torch::kDouble);
   const auto correction = torch::tensor(scale, torch::kDouble);
   if (state.row().defined()) {
     ops::factored_step_(param, grad, state.row(), state.column(), lr, correction, beta2, 1 - beta2,
                         options.eps(), options.mean_of_roots());
-    return;
+  } else {
+    auto& second_moment = state.second_moment();
+    const auto g = grad.to(second_moment.scalar_type());
+    second_moment.mul_(beta2).addcmul_(g, g, /*value=*/1 - beta2);
+    // The quotient first: lr * g may overflow where the moment is infinite.
+    param.sub_(lr * (g / ((second_moment * correction).sqrt_() + options.eps())));
   }
-  auto& second_moment = state.second_moment();
-  const auto g = grad.to(second_moment.scalar_type());
-  second_moment.mul_(beta2).addcmul_(g, g, /*value=*/1 - beta2);
-  // The quotient first: lr * g may overflow where the moment is infinite.
-  param.sub_(lr * (g / ((second_moment * correction).sqrt_() + options.eps())));
+  state.step(step);
 }
 
 }  // namespace
@@ -137,6 +157,7 @@ torch::Tensor FactoredAdam::step(LossClosure closure) {
     loss = closure();
   }
   for (const auto& group : param_groups()) {
+    check_options(options_of(group));
     for (const auto& param : group.params()) {
       const auto& grad = param.grad();
       TORCH_CHECK_TYPE(!grad.defined() || grad.layout() == torch::kStrided,
@@ -161,8 +182,23 @@ void FactoredAdam::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FactoredAdam::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<FactoredAdamParamState, FactoredAdamOptions>(archive, *this);
-  for (const auto& group : param_groups()) check_options(options_of(group));
+  FactoredAdam loaded(std::vector<OptimizerParamGroup>{});
+  for (const auto& group : param_groups_) loaded.param_groups_.push_back(group);
+  torch::optim::serialize<FactoredAdamParamState, FactoredAdamOptions>(archive, loaded);
+  for (const auto& group : loaded.param_groups_) {
+    const auto& options = options_of(group);
+    check_options(options);
+    for (const auto& param : group.params()) {
+      const auto state = loaded.state_.find(param.unsafeGetTensorImpl());
+      if (state == loaded.state_.end()) continue;
+      check_state(static_cast<const FactoredAdamParamState&>(*state->second), param, options);
+    }
+  }
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    auto& options = static_cast<FactoredAdamOptions&>(param_groups_[i].options());
+    options = options_of(loaded.param_groups_[i]);
+  }
+  state_ = std::move(loaded.state_);
 }
 
 }  // namespace moe_ext::optim

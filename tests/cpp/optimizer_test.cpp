@@ -2,7 +2,10 @@
 #include <gtest/gtest.h>
 #include <moe_ext/optim.h>
 
+#include <cmath>
+#include <limits>
 #include <sstream>
+#include <utility>
 
 #include "exported.h"
 
@@ -108,6 +111,68 @@ TEST(Steps, OfAClosureReturnItsLoss) {
   }
   EXPECT_EQ(first.item<float>(), 36);
   EXPECT_LT(last.item<float>(), 10);
+}
+
+TEST(Steps, WithAWrongOptionOfALaterGroupChangeNothing) {
+  const auto make = [] {
+    auto weight = torch::ones({3, 4}, torch::requires_grad());
+    weight.mutable_grad() = torch::ones({3, 4});
+    return weight;
+  };
+  auto a = make(), b = make();
+  FactoredAdam optimizer(
+      {torch::optim::OptimizerParamGroup({a}), torch::optim::OptimizerParamGroup({b})});
+  auto& options = static_cast<FactoredAdamOptions&>(optimizer.param_groups()[1].options());
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const auto& wrong : {FactoredAdamOptions(std::nan("")), FactoredAdamOptions(infinity),
+                            FactoredAdamOptions().beta2(2), FactoredAdamOptions().eps(infinity)}) {
+    options = wrong;
+    EXPECT_THROW(optimizer.step(), c10::ValueError);
+    EXPECT_TRUE(torch::equal(a, torch::ones({3, 4})));
+    EXPECT_TRUE(optimizer.state().empty());
+  }
+}
+
+TEST(Steps, ThatFailAreNotCounted) {
+  auto weight = torch::ones({3, 4}, torch::requires_grad());
+  FactoredAdam optimizer({weight});
+  weight.mutable_grad() = torch::ones({3, 4});
+  optimizer.step();
+  auto& state = static_cast<moe_ext::optim::FactoredAdamParamState&>(
+      *optimizer.state().at(weight.unsafeGetTensorImpl()));
+  state.row(torch::ones({2}));
+  EXPECT_THROW(optimizer.step(), c10::Error);
+  EXPECT_EQ(state.step(), 1);
+}
+
+TEST(Checkpoints, ThatDoNotFitChangeNothing) {
+  const auto make = [](at::IntArrayRef shape, double lr) {
+    auto weight = torch::ones(shape, torch::requires_grad());
+    weight.mutable_grad() = torch::ones(shape);
+    FactoredAdam optimizer({weight}, FactoredAdamOptions(lr));
+    optimizer.step();
+    return std::pair(weight, std::move(optimizer));
+  };
+  const auto saved = [](FactoredAdam& optimizer) {
+    std::stringstream file;
+    torch::save(optimizer, file);
+    return file.str();
+  };
+  auto [weight, optimizer] = make({3, 4}, 0.5);
+  auto [other_weight, other] = make({4, 3}, 0.25);
+  auto [wrong_weight, wrong] = make({3, 4}, 0.25);
+  static_cast<FactoredAdamOptions&>(wrong.param_groups()[0].options()).beta2(2);
+  const auto before = weight.detach().clone();
+  for (auto* const each : {&other, &wrong}) {
+    std::stringstream file(saved(*each));
+    EXPECT_THROW(torch::load(optimizer, file), c10::ValueError);
+    const auto& options = optimizer.param_groups()[0].options();
+    EXPECT_EQ(static_cast<const FactoredAdamOptions&>(options).lr(), 0.5);
+    const auto& state = static_cast<const moe_ext::optim::FactoredAdamParamState&>(
+        *optimizer.state().at(weight.unsafeGetTensorImpl()));
+    EXPECT_EQ(state.row().sizes(), at::IntArrayRef({3}));
+  }
+  optimizer.step();
 }
 
 // The square of the gradient is infinite in float32.

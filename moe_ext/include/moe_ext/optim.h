@@ -61,8 +61,9 @@ struct MOE_EXT_API FactoredAdamParamState
 // The last two dimensions of a parameter form the matrix: expert weights [E, D, F] have row [E, D]
 // and column [E, F]. The second moments of half-precision weights are float32.
 //
-// Throws c10::ValueError if an option is out of range, c10::TypeError if a parameter is complex or,
-// in step, a gradient is sparse. No parameter is then changed.
+// The constructors, add_param_group and step throw c10::ValueError if an option is out of range,
+// c10::TypeError if a parameter is complex or a gradient is sparse. No parameter is then changed.
+// load throws c10::Error, and changes nothing, if the file does not fit the parameters.
 class MOE_EXT_API FactoredAdam : public torch::optim::Optimizer {
  public:
   explicit FactoredAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
