@@ -227,7 +227,8 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
                     "MoE: x must have a last dimension of d_model = ", d_model, ", got shape ",
                     tuple_of(x.sizes()));
   require_floating("MoE", x);
-  auto tokens = x.reshape({-1, d_model});
+  // Autocast caches a cast of x, but not of a view.
+  auto tokens = x.dim() == 2 ? x : x.reshape({-1, d_model});
   Tensor position;
   if (mask) {
     require_mask("MoE", *mask, x.sizes().slice(0, x.dim() - 1));

@@ -216,6 +216,18 @@ def module_cases() -> Tensors:
     return named({name: module_case(make) for name, make in LAYERS.items()}, "")
 
 
+def autocast_case() -> Tensors:
+    """Makes a step under autocast of a layer whose experts share x with a shared expert."""
+    torch.manual_seed(5)
+    module = layer(shared_expert=nn.Linear(D, D)).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.5)
+    weights = named(module.state_dict(), "weights")
+    with torch.autocast("cpu", torch.bfloat16):
+        return weights | named(step(module, dict(x=torch.randn(24, D)), seed=0), "step")
+
+
 def save_state_dicts(folder: Path) -> None:
     """Saves the weights of every layer as a user does."""
     for number, (name, make) in enumerate(LAYERS.items()):
@@ -289,6 +301,7 @@ def optimizer_cases() -> Tensors:
 FILES: dict[str, Callable[[], Tensors]] = {
     "operators": operator_cases,
     "modules": module_cases,
+    "autocast": autocast_case,
     "module_errors": module_errors,
     "optimizer": optimizer_cases,
 }

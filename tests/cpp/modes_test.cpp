@@ -41,6 +41,20 @@ TEST(Autocast, KeepsTheGateInFloat32) {
   EXPECT_TRUE(torch::allclose(cast, y, 0.1, 0.3));
 }
 
+// Autocast casts x once, for the experts and the shared expert. So their gradients are summed in
+// bfloat16.
+TEST(Autocast, HasThePythonBits) {
+  const auto given = Tree::file("autocast"), expected = given / "step";
+  MoE layer(MoEOptions(D, 6, 2).shared_expert(torch::nn::Linear(D, D)));
+  moe_ext::load_state_dict(*layer, (given / "weights").tensors());
+  layer->eval();
+  Autocast autocast;
+  const auto [results, gradients] =
+      step(*layer, expected / "inputs", (expected / "upstream").tensors());
+  expect_same_bits(results, (expected / "results").tensors());
+  expect_same_bits(gradients, (expected / "gradients").tensors());
+}
+
 TEST(InferenceMode, RunsLayers) {
   for (const auto& [name, make] : layers) {
     SCOPED_TRACE(name);
