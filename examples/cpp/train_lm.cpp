@@ -96,11 +96,13 @@ struct Options {
     });
     TORCH_CHECK_VALUE(valid, "an option must be NAME=VALUE with a name of struct Options, got ",
                       argument);
-    TORCH_CHECK_VALUE(
-        std::min({seed + 1, steps, vocab_size - 2, tokens_per_batch, warmup_steps}) > 0,
-        "seed must be at least 0, vocab_size at least 3, and steps, tokens_per_batch "
-        "and warmup_steps at least 1, got ",
-        argument);
+    const auto least = std::min(
+        {steps, tokens_per_batch, d_model, num_experts, k, hidden_size, warmup_steps, log_every});
+    TORCH_CHECK_VALUE(least >= 1 && std::min({seed, eval_every, save_every}) >= 0 &&
+                          vocab_size >= 3 && learning_rate > 0 && clip_norm >= 0,
+                      "learning_rate must be above 0, clip_norm, seed, eval_every and save_every "
+                      "at least 0, vocab_size at least 3, and other whole numbers at least 1, got ",
+                      argument);
   }
 };
 
@@ -111,51 +113,6 @@ void uniform_(Tensor weight, int64_t fan_in) {
   const double bound = std::sqrt(3.0 / static_cast<double>(fan_in));
   nn::init::uniform_(std::move(weight), -bound, bound);
 }
-
-// Calls f(begin, end) for blocks of rows whose logits fit the cache of a CPU.
-template <class F>
-void for_each_block(int64_t num_rows, int64_t num_classes, F f) {
-  const int64_t size = std::max<int64_t>(128, (1 << 20) / num_classes);
-  for (int64_t begin = 0; begin < num_rows; begin += size) {
-    f(begin, std::min(begin + size, num_rows));
-  }
-}
-
-// Computes the sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t], a scalar. The
-// forward pass computes the gradients, so that no logit is stored or computed twice.
-class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
- public:
-  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& hidden,
-                        const Tensor& weight, const Tensor& bias, const Tensor& targets) {
-    Tensor total = hidden.new_zeros({});
-    Tensor grad_hidden = torch::empty_like(hidden), grad_weight = torch::zeros_like(weight);
-    Tensor grad_bias = torch::zeros_like(bias);
-    for_each_block(hidden.size(0), weight.size(0), [&](int64_t begin, int64_t end) {
-      const Tensor h = hidden.slice(0, begin, end);
-      const Tensor target = targets.slice(0, begin, end).unsqueeze(1);
-      const Tensor logits = torch::addmm(bias, h, weight.t());
-      const Tensor target_logit = logits.gather(1, target);
-      const Tensor largest = logits.amax(1, /*keepdim=*/true);
-      const Tensor grad = (logits - largest).exp_();
-      const Tensor z = grad.sum(1, /*keepdim=*/true);
-      total += (largest + z.log() - target_logit).sum();
-      // d nll / d logits = softmax(logits) - onehot(target)
-      grad.mul_(z.reciprocal()).scatter_add_(1, target, -torch::ones_like(z));
-      grad_bias += grad.sum(0);
-      grad_hidden.slice(0, begin, end).copy_(grad.mm(weight));
-      grad_weight.addmm_(grad.t(), h);
-    });
-    context->save_for_backward({grad_hidden, grad_weight, grad_bias});
-    return total;
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grad_output) {
-    auto grads = context->get_saved_variables();
-    for (auto& grad : grads) grad = grad_output[0] * grad;
-    return {grads[0], grads[1], grads[2], Tensor()};
-  }
-};
 
 nn::Embedding make_embedding(int64_t vocab_size, int64_t d_model) {
   nn::Embedding embedding(vocab_size, d_model);
@@ -226,25 +183,19 @@ class LanguageModelImpl : public nn::Module {
   // Returns the nats, summed over the targets of a batch, and the balancing losses.
   std::tuple<Tensor, Tensor> loss(const Batch& batch) {
     auto [h, aux] = forward(batch);
-    return {LinearCrossEntropy::apply(h.index({batch.mask}), softmax->weight, softmax->bias,
-                                      batch.targets.index({batch.mask})),
-            aux.loss};
+    return {nll(h, batch, "sum"), aux.loss};
   }
 
   // Returns the nats of each target of a batch, without gradient.
-  Tensor token_nll(const Batch& batch) {
-    const Tensor hidden = std::get<0>(forward(batch)).index({batch.mask});
-    const Tensor targets = batch.targets.index({batch.mask}).unsqueeze(1);
-    Tensor nll = hidden.new_empty(hidden.size(0));
-    for_each_block(hidden.size(0), softmax->weight.size(0), [&](int64_t begin, int64_t end) {
-      const Tensor logits = softmax(hidden.slice(0, begin, end));
-      const Tensor target_logit = logits.gather(1, targets.slice(0, begin, end)).squeeze(1);
-      nll.slice(0, begin, end).copy_(logits.logsumexp(1) - target_logit);
-    });
-    return nll;
-  }
+  Tensor token_nll(const Batch& batch) { return nll(std::get<0>(forward(batch)), batch, "none"); }
 
  private:
+  Tensor nll(const Tensor& h, const Batch& batch, std::string_view reduction) {
+    return moe_ext::ops::linear_cross_entropy(
+        h.index({batch.mask}), softmax->weight, batch.targets.index({batch.mask}),
+        {.linear_bias = softmax->bias, .reduction = reduction});
+  }
+
   nn::Embedding embedding;
   nn::Linear softmax;
   nn::Dropout dropout;

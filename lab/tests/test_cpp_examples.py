@@ -135,6 +135,9 @@ def test_train_lm(program, text, tmp_path):
         (["nowhere", "run", "step=3"], "name of struct Options, got step=3"),
         (["nowhere", "run", "steps=3x"], "name of struct Options, got steps=3x"),
         (["nowhere", "run", "steps=0"], "at least 1, got steps=0"),
+        (["nowhere", "run", "hidden_size=0"], "at least 1, got hidden_size=0"),
+        (["nowhere", "run", "log_every=0"], "at least 1, got log_every=0"),
+        (["nowhere", "run", "learning_rate=0"], "at least 1, got learning_rate=0"),
     ],
 )
 def test_train_lm_rejects(program, arguments, message, tmp_path):
