@@ -23,7 +23,8 @@ bool fails() {
 }  // namespace
 
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  return fails() ? nullptr : std::malloc(size > 0 ? size : 1);
+  constexpr std::size_t kMost = std::size_t{1} << 30;  // only a corrupted file needs more
+  return size > kMost || fails() ? nullptr : std::malloc(size > 0 ? size : 1);
 }
 void* operator new(std::size_t size) {
   if (void* memory = operator new(size, std::nothrow)) return memory;

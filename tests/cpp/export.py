@@ -234,6 +234,10 @@ def save_state_dicts(folder: Path) -> None:
         torch.manual_seed(number)
         torch.save(dict(make().state_dict()), folder / f"{name}.python.pt")
     torch.save(nn.Linear(2, 3).state_dict(), folder / "ordered.pt")  # a mistake
+    writer = torch._C.PyTorchFileWriter(str(folder / "corrupted.pt"))
+    pickle = b"\x80\x02}r\xff\xff\xff\x3f."  # LibTorch takes memory for 2^30 entries or more
+    writer.write_record("data.pkl", pickle, len(pickle))
+    writer.write_end_of_file()
 
 
 class Sum(nn.Module):
