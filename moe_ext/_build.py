@@ -115,7 +115,7 @@ def products() -> dict[str, str]:
 
 
 class GemmRule(NamedTuple):
-    """When a GEMM ``C = A B`` uses some kernels: a row of the table in csrc/cpu/gemm/kernel_table.cpp."""
+    """When a GEMM ``C = A B`` uses some kernels: a row of csrc/cpu/gemm/kernel_table.cpp."""
 
     types: list[str]
     isa: str  #: the instruction set that the kernels need
