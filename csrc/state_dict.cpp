@@ -8,15 +8,12 @@
 #include <torch/utils.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
-#include <iomanip>
 #include <optional>
 #include <random>
-#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -104,26 +101,6 @@ void require_values(const char* owner, const std::string& name, const at::Tensor
   check(!value.is_meta(), "one on the meta device");
 }
 
-// Returns whether Python can decode a text: every character has its shortest form, and none is a
-// surrogate.
-bool is_utf8(std::string_view text) {
-  constexpr std::array<uint32_t, 5> kLeast = {0, 0, 0x80, 0x800, 0x10000};
-  while (!text.empty()) {
-    const uint8_t first = text[0];
-    const size_t length = first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
-    if ((first >= 0x80 && first < 0xc0) || first >= 0xf8 || length > text.size()) return false;
-    uint32_t character = length == 1 ? first : first & (0x7f >> length);
-    for (const uint8_t next : text.substr(1, length - 1)) {
-      if (next >> 6 != 2) return false;
-      character = character << 6 | (next & 0x3f);
-    }
-    const bool surrogate = character >= 0xd800 && character < 0xe000;
-    if (character < kLeast[length] || character > 0x10ffff || surrogate) return false;
-    text.remove_prefix(length);
-  }
-  return true;
-}
-
 }  // namespace
 
 StateDict state_dict(const torch::nn::Module& module) {
@@ -181,13 +158,10 @@ StateDict read_state_dict(const std::string& path) {
 }
 
 void write_state_dict(const StateDict& values, const std::string& path) {
-  constexpr auto owner = "write_state_dict";
   c10::Dict<std::string, at::Tensor> dict;
   std::map<const void*, at::ScalarType> types;
   for (const auto& [name, value] : values) {
-    TORCH_CHECK_VALUE(is_utf8(name), owner, ": values must have names in UTF-8, got ",
-                      std::quoted(name));
-    require_values(owner, name, value);
+    require_values("write_state_dict", name, value);
     auto tensor = value.detach().cpu();
     // The pickler writes a storage once, with the dtype of its first tensor.
     const auto type = tensor.scalar_type();

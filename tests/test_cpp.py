@@ -117,7 +117,7 @@ def exported_on(kind):
     """Returns the names of the functions that the headers declare for one kind of device."""
     folder = ROOT / "csrc"
     declared = ""
-    for header in [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]:
+    for header in [*folder.glob("kernels/*.h"), *folder.glob("cpu/**/*.h")]:
         left_out = "cuda" if kind == "cpu" else "cpu"
         text = without_comments(header)
         namespace = rf"namespace moe_ext::{left_out} {{(?:(?!\nnamespace ).)*\n}}"

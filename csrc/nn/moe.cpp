@@ -85,7 +85,7 @@ void check_options(const MoEOptions& options) {
   require_size(owner, "num_experts", options.num_experts());
   require_k(owner, options.k(), options.num_experts());
   weights_of(options);
-  TORCH_CHECK_VALUE(!options.gate() || (options.noise_epsilon() == 1e-2 && !options.generator()),
+  TORCH_CHECK_VALUE(!options.gate() || !(options.noise_epsilon() || options.generator()),
                     "MoE: noise_epsilon and generator must be left out when gate is given");
   const bool own = options.hidden_sizes() || options.activation() != "relu" ||
                    !options.activation_args().empty() || options.bias() || options.expert_dtype();
@@ -95,11 +95,16 @@ void check_options(const MoEOptions& options) {
   check_losses(options.losses());
 }
 
+// Returns the options of a default gate with those of the noise.
+template <typename GateOptions>
+GateOptions with_noise(GateOptions gate, const MoEOptions& options) {
+  if (const auto& noise_epsilon = options.noise_epsilon()) gate.noise_epsilon(*noise_epsilon);
+  return gate.generator(options.generator());
+}
+
 Module default_gate(const MoEOptions& options) {
-  return std::make_shared<NoisyTopKGateImpl>(
-      NoisyTopKGateOptions(options.d_model(), options.num_experts(), options.k())
-          .noise_epsilon(options.noise_epsilon())
-          .generator(options.generator()));
+  return std::make_shared<NoisyTopKGateImpl>(with_noise(
+      NoisyTopKGateOptions(options.d_model(), options.num_experts(), options.k()), options));
 }
 
 Module default_experts(const MoEOptions& options) {
@@ -356,12 +361,10 @@ MoEOptions HierarchicalMoEOptions::flat() const {
   auto options = layer_;
   options.d_model(d_model_).num_experts(num_experts).k(k_of_levels("HierarchicalMoE", k_));
   if (!options.gate()) {
-    options.gate(std::make_shared<HierarchicalNoisyTopKGateImpl>(
-        HierarchicalNoisyTopKGateOptions(d_model_, num_groups_, experts_per_group_, k_)
-            .noise_epsilon(options.noise_epsilon())
-            .generator(options.generator())));
-    const MoEOptions defaults(0, 0, 0);  // MoE takes no gate with options of the noise
-    options.noise_epsilon(defaults.noise_epsilon()).generator(defaults.generator());
+    options.gate(std::make_shared<HierarchicalNoisyTopKGateImpl>(with_noise(
+        HierarchicalNoisyTopKGateOptions(d_model_, num_groups_, experts_per_group_, k_), options)));
+    // MoE takes no gate with options of the noise.
+    options.noise_epsilon(std::nullopt).generator(std::nullopt);
   }
   return options;
 }

@@ -678,8 +678,8 @@ struct MOE_EXT_API MoEOptions {
   TORCH_ARG(std::optional<double>, w_load) = std::nullopt;
   // Losses in place of the paper's, or in addition to them. Clones share them.
   TORCH_ARG(std::vector<std::shared_ptr<RouterLoss>>, losses) = {};
-  // Minimum standard deviation of the noise of the default gate.
-  TORCH_ARG(double, noise_epsilon) = 1e-2;
+  // Minimum standard deviation of the noise of the default gate; absent: the default of that gate.
+  TORCH_ARG(std::optional<double>, noise_epsilon) = std::nullopt;
   // Source of the noise of the default gate; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
   // A module that is a Gate, as a pointer or as a holder such as TopKGate(...); null: a

@@ -29,12 +29,12 @@ MOE_EXT_API void load_state_dict(torch::nn::Module& module, const StateDict& val
 // Throws c10::TypeError if the file cannot be read or holds anything but tensors by name.
 MOE_EXT_API StateDict read_state_dict(const std::string& path);
 
-// Writes a file that Python reads with `torch.load(path)`. The file replaces `path` only once it is
-// complete, and keeps its permissions. If `path` is a link, the file replaces the link's target. A
-// pipe or a device is written directly.
+// Writes a file that Python reads with `torch.load(path)` if the names are UTF-8. The file replaces
+// `path` only once it is complete, and keeps its permissions. If `path` is a link, the file
+// replaces the link's target. A pipe or a device is written directly.
 //
 // Throws c10::Error if the file cannot be written. Throws c10::TypeError, and writes nothing, if a
-// value is undefined, sparse, nested or on the meta device; c10::ValueError if a name is not UTF-8.
+// value is undefined, sparse, nested or on the meta device.
 MOE_EXT_API void write_state_dict(const StateDict& values, const std::string& path);
 
 }  // namespace moe_ext
