@@ -22,7 +22,7 @@ fi
 "$python" docs/check_prose.py
 [ -z "$long" ] || PYTHON=$python bash scripts/check_clang.sh
 
-types() { "$python" -m mypy; }
+types() { nice -n 5 "$python" -m mypy; }
 
 complete_types() {
   nice "$venv/bin/pyright" --verifytypes moe_ext --ignoreexternal |
@@ -46,11 +46,11 @@ cpp_examples() {  # the Python tests run them
   has_cpp_tools || return 0
   cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$cmake_prefix" \
     -DCMAKE_CXX_FLAGS_RELEASE=-O0  # compiles in two thirds of the time
-  cmake --build build/examples --parallel 2  # each compiler takes more than 1 GB of memory
+  nice -n 5 cmake --build build/examples --parallel 2  # each compiler takes more than 1 GB of memory
 }
 
-documentation() { "$python" docs/build.py; }
-emulation() { "$python" tests/emulated.py; }  # of the CUDA kernels, for the Python tests
+documentation() { "$python" docs/build.py; }  # takes longest on one core, so it goes first
+emulation() { nice -n 5 "$python" tests/emulated.py; }  # of the CUDA kernels, for the Python tests
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
@@ -86,8 +86,8 @@ finish "${needed[@]}"
 
 say "Python tests"
 # Each test worker has one thread; tests of threads set their number. Tests of several ranks often
-# wait, so there are more workers than cores. (nproc counts OMP_NUM_THREADS cores if that is set.)
-workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
+# wait, so two cores have four workers. (nproc counts OMP_NUM_THREADS cores if that is set.)
+workers=$(($(nproc) < 2 ? 2 : 4))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
 "$python" -m pytest -q -n $workers --dist worksteal "$@" || status=$?
