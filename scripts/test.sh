@@ -86,8 +86,8 @@ finish "${needed[@]}"
 
 say "Python tests"
 # Each test worker has one thread; tests of threads set their number. Tests of several ranks often
-# wait, so two cores have four workers. (nproc counts OMP_NUM_THREADS cores if that is set.)
-workers=$(($(nproc) < 2 ? 2 : 4))
+# wait, so there are more workers than cores. (nproc counts OMP_NUM_THREADS cores if that is set.)
+workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
 "$python" -m pytest -q -n $workers --dist worksteal "$@" || status=$?
