@@ -63,7 +63,7 @@ class ExpertParallel:
         TypeError: process_group has the wrong type.
     """
 
-    process_group: ProcessGroup | DeviceMesh | None = None
+    process_group: ProcessGroup | DeviceMesh | None
     balance: Balance = "global"
     exchange: ExchangeUnit | Literal["nodes"] = "rows"
     num_chunks: int = 1

@@ -26,7 +26,7 @@ __all__ = ["distribute_experts"]
 
 
 def distribute_experts(
-    model: nn.Module, process_group: ProcessGroup | DeviceMesh | None = None
+    model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> nn.Module:
     """Makes the parameters of sharded experts DTensors, on all ranks together.
 

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 def full_state_dict(
-    model: nn.Module, process_group: ProcessGroup | DeviceMesh | None = None
+    model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> dict[str, Tensor]:
     """Gathers on the CPU the state_dict that the model has in a single process.
 
@@ -60,7 +60,7 @@ def full_state_dict(
 
     Args:
         model: the model, with or without the wrapper of `parallelize`.
-        process_group: all ranks that train, or their mesh; None: only this rank.
+        process_group: all ranks that train, or their mesh.
 
     Raises:
         ValueError: process_group does not have the ranks over which experts are sharded.
@@ -121,7 +121,7 @@ def _bytes(value: Tensor) -> Tensor:
 def load_full_state_dict(
     model: nn.Module,
     state: Mapping[str, Tensor],
-    process_group: ProcessGroup | DeviceMesh | None = None,
+    process_group: ProcessGroup | DeviceMesh | None,
 ) -> None:
     """Loads this rank's part of the state_dict of a single process, on all ranks together.
 
@@ -129,7 +129,7 @@ def load_full_state_dict(
         model: the model, with or without the wrapper of `parallelize`.
         state: the full state_dict, on every rank. ``torch.load(..., mmap=True)`` reads from disk
             only the parts that this rank uses.
-        process_group: all ranks that train, or their mesh; None: only this rank.
+        process_group: all ranks that train, or their mesh.
 
     Raises:
         ValueError: names or shapes do not match the model, or process_group does not have the ranks

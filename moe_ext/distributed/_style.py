@@ -38,7 +38,7 @@ class ExpertParallelStyle(ParallelStyle):
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module
-        >>> style = ExpertParallelStyle(ExpertParallel(exchange="tokens"))
+        >>> style = ExpertParallelStyle(ExpertParallel(None, exchange="tokens"))
         >>> def shard(model, mesh):
         ...     return parallelize_module(model, mesh, {"layers.*.moe": style})
     """
@@ -46,7 +46,7 @@ class ExpertParallelStyle(ParallelStyle):
     def __init__(self, parallel: ExpertParallel | None = None) -> None:
         super().__init__()
         owner = type(self).__name__
-        parallel = parallel_options(owner, None, parallel) or ExpertParallel()
+        parallel = parallel_options(owner, None, parallel) or ExpertParallel(None)
         group = parallel.process_group
         require(group is None, f"{owner}: parallel", "have no process_group", type(group).__name__)
         self._parallel: ExpertParallel = parallel

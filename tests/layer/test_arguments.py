@@ -189,8 +189,8 @@ OPTIONS = {
     "layer(experts=[Linear(D, 4) for _ in range(5)], num_identity_experts=1)(x)": (
         r"^MoE: experts must return \[T, d_model = 3\] with .*, got \[3, 4\]$"
     ),
-    "ExpertParallel(exchange='row')": "must be one of rows, tokens, nodes, got 'row'$",
-    "ExpertParallel(balance='all')": "^ExpertParallel: balance .*got 'all'$",
+    "ExpertParallel(None, exchange='row')": "must be one of rows, tokens, nodes, got 'row'$",
+    "ExpertParallel(None, balance='all')": "^ExpertParallel: balance .*got 'all'$",
     "ModuleExperts([])": "modules must .*got",
     "layer(experts=[Linear(D, D)] * E)": "modules must have no module twice .*got .*Linear",
     "layer(shared_expert=SharedExpert(4, [4]))": "shared_expert.expert.d_model must be .*, got 4$",
@@ -428,7 +428,7 @@ def test_numbers_of_other_libraries(call):
 
 def test_widths_that_are_accepted():
     assert layer(experts=Wide(4), num_null_experts=1).experts.d_output == 4
-    assert layer(parallel=ExpertParallel(num_chunks=2)).sharding.exchange is None
+    assert layer(parallel=ExpertParallel(None, num_chunks=2)).sharding.exchange is None
 
 
 def test_a_required_value():

@@ -429,10 +429,10 @@ def test_merged_adapters_are_neither_saved_nor_loaded():
     for call in (
         model.state_dict,
         lambda: get_model_state_dict(model),
-        lambda: full_state_dict(model),
+        lambda: full_state_dict(model, None),
         lambda: model[0].experts.load_state_dict(make_lora().state_dict()),
         lambda: model.load_state_dict(adapter, strict=False),
-        lambda: load_full_state_dict(model, before),
+        lambda: load_full_state_dict(model, before, None),
     ):
         message = "LoRAExperts: (load_)?state_dict must be called without merged adapters"
         with pytest.raises(ValueError, match=message):
