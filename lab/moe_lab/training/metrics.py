@@ -124,6 +124,7 @@ class Window:
         counts = ranks.sum(*(aux.tokens_per_expert for aux in parts.aux))
         reports = zip(parts.aux, counts, strict=True)
         self.balance.append([aux._replace(tokens_per_expert=n).metrics() for aux, n in reports])
+        counts = tuple(n.cpu() for n in counts)  # a checkpoint has them, for any device
         if self.tokens_per_expert:
             counts = tuple(a + b for a, b in zip(self.tokens_per_expert, counts, strict=True))
         self.tokens_per_expert = counts
