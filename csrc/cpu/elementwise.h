@@ -87,6 +87,17 @@ struct ConvertRegion {
   }
 };
 
+// Writes rows of `region.num_columns` elements to a region of a matrix.
+struct ConvertToRegion {
+  template <typename from_t, typename to_t>
+  MOE_EXT_KERNEL void run(const from_t* from, Region region, int64_t width, to_t* to) {
+    to += region.row * width + region.column;
+    for (int64_t r = 0; r < region.num_rows; ++r) {
+      Convert::run(from + r * region.num_columns, region.num_columns, to + r * width);
+    }
+  }
+};
+
 struct ScaleRegion {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* scale, Region region, int64_t width, acc_t* rows) {

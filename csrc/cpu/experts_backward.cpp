@@ -6,6 +6,7 @@
 #include "../kernels/experts.h"
 #include "backward_schedule.h"
 #include "block_scheduler.h"
+#include "elementwise.h"
 #include "expert_backward.h"
 #include "expert_network.h"
 #include "expert_rows.h"
@@ -32,10 +33,15 @@ class InputGradientByColumns {
                                   backward.input.num_rows)),
         num_threads_(num_threads) {
     constexpr int64_t kTasksOfThread = 2, kMinColumns = 128;
-    const bool is_frozen_layer = network.num_layers() == 1 && network.rank(0) == 0 &&
-                                 backward.first_learned > 0 && backward.gates == nullptr;
-    if (!is_frozen_layer || !leaves_threads_idle(blocks_, num_threads)) return;
+    if (!leaves_threads_idle(blocks_, num_threads)) return;
     num_parts_ = std::min(kTasksOfThread * num_threads, fan_in_ / kMinColumns);
+  }
+
+  // Whether the experts have one layer, which is frozen.
+  static bool applies(const ExpertsBackward<scalar_t>& backward,
+                      const ExpertNetwork<scalar_t>& network) {
+    return network.num_layers() == 1 && network.rank(0) == 0 && backward.first_learned > 0 &&
+           backward.gates == nullptr;
   }
 
   // Whether a block has several parts.
@@ -75,11 +81,9 @@ class InputGradientByColumns {
                    plain(backward_.grad + block.first_row * columns, columns),
                    columns_from(transpose(network_.weight(block.expert, 0)), range.begin),
                    Write::kReplace, workspace.product, workspace.gemm);
-    const acc_t* row = workspace.product;
-    scalar_t* to = backward_.grad_rows + block.first_row * fan_in_ + range.begin;
-    for (int64_t r = 0; r < block.num_rows; ++r, row += range.size(), to += fan_in_) {
-      vectorized<Convert>(row, range.size(), to);
-    }
+    const Region region{block.first_row, block.num_rows, range.begin, range.size()};
+    vectorized<ConvertToRegion>(static_cast<const acc_t*>(workspace.product), region, fan_in_,
+                                backward_.grad_rows);
   }
 
   const ExpertsBackward<scalar_t>& backward_;
@@ -113,9 +117,9 @@ void ExpertsBackward<scalar_t>::on_cpu() const {
   using Backward = BlockBackward<scalar_t>;
   const ExpertNetwork<scalar_t> network(this->network);
   const int64_t num_threads = num_threads_for(2 * input.num_rows * network.flops_per_row());
-  if (InputGradientByColumns<scalar_t> by_columns(*this, network, num_threads);
-      by_columns.has_parts()) {
-    return by_columns.run();
+  if (InputGradientByColumns<scalar_t>::applies(*this, network)) {
+    const InputGradientByColumns<scalar_t> by_columns(*this, network, num_threads);
+    if (by_columns.has_parts()) return by_columns.run();
   }
   const ExpertRows<scalar_t> expert_rows(input, network.fan_in(0),
                                          blocks_for(input, network.num_experts(), num_threads));

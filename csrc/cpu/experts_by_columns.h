@@ -161,11 +161,9 @@ class ExpertsByColumns {
       range = columns_of(layer, part, half);
       network_.linear(*block, layer, range, in, workspace.product, workspace.products, epilogue);
       const auto write = [&](auto* matrix) {
-        const acc_t* row = workspace.product;
-        auto* to = matrix + first_row * width + range.begin;
-        for (int64_t r = 0; r < block->num_rows; ++r, row += range.size(), to += width) {
-          vectorized<Convert>(row, range.size(), to);
-        }
+        const auto* product = static_cast<const acc_t*>(workspace.product);
+        const Region region{first_row, block->num_rows, range.begin, range.size()};
+        vectorized<ConvertToRegion>(product, region, width, matrix);
       };
       if (layer == last_) {
         write(out_);
