@@ -243,10 +243,10 @@ def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
         require(actual == shape, f"{owner}: {name}", f"have shape {shape}", actual)
 
 
-def require_floating(owner: str, x: Tensor) -> None:
-    """Raises TypeError, prefixed by owner, if x is not floating point."""
+def require_floating(owner: str, x: Tensor, name: str = "x") -> None:
+    """Raises TypeError, which begins with owner and name, if x is not floating point."""
     if not x.is_floating_point():
-        raise TypeError(f"{owner}: x must have a floating-point dtype, got {x.dtype}")
+        raise TypeError(f"{owner}: {name} must have a floating-point dtype, got {x.dtype}")
 
 
 def require_tokens(owner: str, x: Tensor, d_model: int) -> None:

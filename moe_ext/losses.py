@@ -16,6 +16,7 @@ from moe_ext.checks import (
     require,
     require_at_least,
     require_bool,
+    require_floating,
     require_mask,
     require_shape,
     require_tensor,
@@ -73,8 +74,7 @@ def _balance_loss(owner: str, name: str, values: Tensor, weight: float) -> Tenso
     weights = require_at_least(0, owner, weight=weight)
     fits = values.dim() == 1 and values.shape[0] > 0
     require(fits, f"{owner}: {name}", "have shape [E] with E of at least 1", tuple(values.shape))
-    if not values.is_floating_point():
-        raise TypeError(f"{owner}: {name} must have a floating-point dtype, got {values.dtype}")
+    require_floating(owner, values, name)
     return ops.weighted_cv_squared([values], weights)
 
 

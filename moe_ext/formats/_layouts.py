@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_ext.checks import require, require_one_of, require_sizes, require_tensor
+from moe_ext.checks import (
+    require,
+    require_floating,
+    require_one_of,
+    require_sizes,
+    require_tensor,
+)
 
 #: The name of a packed format.
 FormatName = Literal[
@@ -120,8 +126,7 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
     standard = [name for name in FORMATS if LAYOUTS[name].encode is not None]
     require_one_of("quantize: format", standard, format)
     require_tensor("quantize", weight=weight)
-    if not weight.is_floating_point():
-        raise TypeError(f"quantize: weight must have a floating-point dtype, got {weight.dtype}")
+    require_floating("quantize", weight, "weight")
     shape = tuple(weight.shape)
     require(weight.dim() >= 2, "quantize: weight", "have the shape [..., out, in]", shape)
     require(weight.numel() > 0, "quantize: weight", "have values", shape)
