@@ -499,11 +499,6 @@ def _without_exchange(moe: MoE) -> Iterator[None]:
         moe.dispatcher = dispatcher
 
 
-def _modes(cell: nn.Module) -> list[bool]:
-    """Returns the training mode of each part of a cell, such as its gate alone."""
-    return [module.training for module in cell.modules()]
-
-
 class _CellStep:
     """Wraps a cell as a function of its parameters and buffers, as `unroll` needs it.
 
@@ -517,7 +512,7 @@ class _CellStep:
         self.gather = gather
         tensors = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
         self.cell = cell
-        self.modes = _modes(cell)
+        self.modes = [(module, module.training) for module in cell.modules()]
         if gather is not None:
             for name, plain in plain_names(cell, tensors).items():
                 if plain.startswith("moe.experts."):
@@ -529,7 +524,7 @@ class _CellStep:
     def __call__(
         self, tensors: _Tensors, inputs: _Tensors, state: _Tensors
     ) -> tuple[_Tensors, _Tensors]:
-        if _modes(self.cell) != self.modes:
+        if any(module.training != mode for module, mode in self.modes):
             raise RuntimeError(
                 "MoELSTM: with memory_slots, the training mode must not change between forward and "
                 "backward; call backward before train() or eval()"
