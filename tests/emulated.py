@@ -116,7 +116,7 @@ def operators():
             "moe_ext_emulated",
             write_sources() + [str(EMULATION / "traffic.cpp")] * counts_traffic,
             extra_cflags=[
-                *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
+                *("-std=c++20", "-O1", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
                 "-march=native",  # std::fma is then one instruction
                 "-U_FORTIFY_SOURCE",  # the fortified longjmp must not jump to another stack
                 *("-include", str(EMULATION / "emulation.h")),

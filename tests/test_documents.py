@@ -125,8 +125,12 @@ def name_of(page):
 
 
 # The page on C++ compiles for a minute; tests/cpp and examples/cpp compile the same names, also
-# those of C++ blocks of other pages.
-LONG = [ROOT / "docs" / "guides" / "cpp.md"]
+# those of C++ blocks of other pages. Those on models of transformers write, train and compile
+# models; tests/integrations do the same.
+LONG = [
+    ROOT / "docs" / "guides" / f"{name}.md"
+    for name in ("cpp", "transformers", "packed_checkpoints")
+]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_two_ranks(tmp_path):
     assert not (tmp_path / "runs" / "example-two-ranks").exists()
 
 
+@pytest.mark.long
 def test_fine_tuning(output_of):
     output = output_of("fine_tuning")
     before, after = numbers(r"loss ([\d.]+) on code", output)
@@ -119,7 +120,10 @@ def test_transformers_finetune(output_of):
     assert difference < 2e-4 < logit
 
 
-@pytest.mark.parametrize("name", ["finetune_gpt_oss_20b", "finetune_qwen3_30b"])
+@pytest.mark.parametrize(
+    "name",
+    ["finetune_gpt_oss_20b", pytest.param("finetune_qwen3_30b", marks=pytest.mark.long)],
+)
 def test_packed_fine_tuning(name, output_of, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(EXAMPLES)
     small = ["--layers", "2", "--width", "128", "--tokens", "32", "--lr", "3e-3"]

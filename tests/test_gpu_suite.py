@@ -196,6 +196,7 @@ def test_an_unknown_step_is_refused(suite):
     assert suite.run("fourth")[0] == 2
 
 
+@pytest.mark.long
 def test_the_commands_are_valid(suite, request):
     """pytest finds the files and the tests, and moe-lab accepts its options."""
     _, _, commands = suite.run("all")

@@ -9,7 +9,7 @@ import pytest
 from fuzz_files import KINDS, Kind, fuzz, replay
 from moe_lab.errors import ConfigError
 
-FILES = 20  # of each kind, without --long
+FILES = 10  # of each kind, without --long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 all_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
