@@ -38,7 +38,7 @@
 #define MOE_EXT_TARGET_AVX512_VBMI \
   MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512bf16,avx512vbmi")
 #define MOE_EXT_TARGET_AVX512_VNNI MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512vnni")
-#define MOE_EXT_TARGET_AMX MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,amx-tile,amx-bf16")
+#define MOE_EXT_TARGET_AMX MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512bf16,amx-tile,amx-bf16")
 #elif defined(__aarch64__)
 #define MOE_EXT_TARGET_NEON
 #define MOE_EXT_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+bf16")))

@@ -6,6 +6,7 @@
 #include "../vectorize.h"
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AMX
+#include "avx512_bf16.h"
 #include "micro_kernel_loops.h"
 
 namespace moe_ext::cpu {
@@ -64,12 +65,18 @@ MOE_EXT_TARGET void amx_gemm_kernel(int64_t num_groups, const float* a, const fl
   if constexpr (kTwoColumns) _tile_stored(1, sum[0] + kSide, kBytes);
   if constexpr (kTwoRows) _tile_stored(2, sum[kSide], kBytes);
   if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
+  const bool rounds = kTwoColumns && tile.rounded != nullptr;
   for (int r = 0; r < kRows; ++r) {
-    float* row = tile.c + r * tile.ldc;
+    float* row = rounds ? sum[r] : tile.c + r * tile.ldc;
     const float* add = tile.add == nullptr ? nullptr : tile.add + r * tile.ld_add;
     for (int i = 0; i < kVectors * kSide; ++i) {
       row[i] = add == nullptr ? sum[r][i] : add[i] + sum[r][i];
     }
+  }
+  if (!rounds) return;
+  for (int r = 0; r < kRows; ++r) {
+    const auto* row = reinterpret_cast<const Avx512Bf16::Aligned*>(sum[r]);
+    Avx512Bf16::store_rounded(row, tile.non_temporal, tile.rounded + r * tile.ldc);
   }
 }
 
@@ -78,6 +85,7 @@ constexpr MicroKernels<float> make_amx_micro_kernels(std::integer_sequence<int, 
   MicroKernels<float> kernels{.name = "AMX",
                               .pairs = true,
                               .a_in_row_blocks = true,
+                              .rounds = true,
                               .group_multiple = kSide,
                               .max_rows = kMaxRows,
                               .a_panel_width = kMaxRows,
