@@ -235,19 +235,26 @@ class ExpertSharding:
 
     def options_of(self, gate: nn.Module, experts: nn.Module) -> dict[str, object]:
         """Returns options of a layer's parts that must agree on all ranks, by name."""
+        gate, own = uncompiled(gate), self._parameters_of_own_gates(gate)
+        replicated = [(n, p) for n, p in gate.named_parameters() if n.rsplit(".")[-1] not in own]
         return {
-            "gate": uncompiled(gate),
+            "gate": gate,
+            "the trained parameters of the gate": [n for n, p in replicated if p.requires_grad],
             "experts": _text_of(unwrapped_module(experts)),
             "parallel": self._options,
         }
+
+    def _parameters_of_own_gates(self, gate: nn.Module) -> tuple[str, ...]:
+        """Returns the names of the gate's parameters that each rank has for its groups alone."""
+        if self.group_exchange is None:
+            return ()
+        return cast(HierarchicalGate, uncompiled(gate)).secondary_parameters
 
     def require_whole(self, experts: nn.Module, gate: nn.Module) -> None:
         """Raises ValueError if fully_shard has mixed the experts of the ranks, or their gates."""
         if self.has_dtensors:  # fully_shard does not take the parts of a DTensor for replicas
             return
-        names: tuple[str, ...] = ()
-        if self.group_exchange is not None:
-            names = cast(HierarchicalGate, uncompiled(gate)).secondary_parameters
+        names = self._parameters_of_own_gates(gate)
         gates = ((n, p) for n, p in gate.named_parameters("gate") if n.rsplit(".")[-1] in names)
         parameters = chain(experts.named_parameters("experts"), gates)
         require_whole(parameters, self.layout.expert_parallel)

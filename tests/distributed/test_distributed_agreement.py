@@ -59,6 +59,15 @@ def test_other_options_of_a_layer_are_named(group, rank):
 
 
 @on_ranks(2)
+def test_a_gate_that_one_rank_freezes_is_named(group, rank):
+    layer = layer_of(group)
+    layer.gate.requires_grad_(rank == 0)
+    message = r"the trained parameters of the gate must .*, got \['w_gate', .*\] on rank 0 and \[\]"
+    with pytest.raises(ValueError, match=f"^MoE: {message}"):
+        layer(torch.randn(5, D))
+
+
+@on_ranks(2)
 def test_another_number_of_layers_is_named(group, rank):
     layers = nn.ModuleList(layer_of(group) for _ in range(1 + rank))
     message = (
