@@ -6,16 +6,13 @@
 // Developer's Manual, volume 2): fused multiply-adds, round to nearest, subnormal numbers are 0.
 #pragma once
 
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-namespace emulated_amx {
+namespace amx_instead {
 
 struct Tile {
   uint32_t rows[16][16];
@@ -23,24 +20,30 @@ struct Tile {
 
 inline thread_local Tile tiles[8];
 
-inline void load(int tile, const void* from, int64_t stride) {
+template <int tile>
+inline void load(const void* from, int64_t stride) {
   for (int r = 0; r < 16; ++r) {
     std::memcpy(tiles[tile].rows[r], static_cast<const char*>(from) + r * stride, 64);
   }
 }
 
-inline void store(int tile, void* to, int64_t stride) {
+template <int tile>
+inline void store(void* to, int64_t stride) {
   for (int r = 0; r < 16; ++r) {
     std::memcpy(static_cast<char*>(to) + r * stride, tiles[tile].rows[r], 64);
   }
 }
 
-inline void zero(int tile) { tiles[tile] = {}; }
+template <int tile>
+inline void zero() {
+  tiles[tile] = {};
+}
 
 inline float even(uint32_t pair) { return __builtin_bit_cast(float, pair << 16); }
 inline float odd(uint32_t pair) { return __builtin_bit_cast(float, pair & 0xffff0000); }
 
-__attribute__((target("arch=x86-64-v4"))) inline void multiply(int to, int a, int b) {
+template <int to, int a, int b>
+__attribute__((target("arch=x86-64-v4"))) void multiply() {
   const unsigned control = _mm_getcsr();
   _mm_setcsr(0x9fc0);  // FTZ, DAZ, round to nearest, no exceptions
   for (int m = 0; m < 16; ++m) {
@@ -61,19 +64,6 @@ __attribute__((target("arch=x86-64-v4"))) inline void multiply(int to, int a, in
   _mm_setcsr(control);
 }
 
-}  // namespace emulated_amx
+}  // namespace amx_instead
 
-#undef _tile_loadconfig
-#undef _tile_release
-#undef _tile_zero
-#undef _tile_loadd
-#undef _tile_stored
-#undef _tile_dpbf16ps
-#define _tile_loadconfig(configuration) ((void)(configuration))
-#define _tile_release() ((void)0)
-#define _tile_zero(tile) emulated_amx::zero(tile)
-#define _tile_loadd(tile, from, stride) emulated_amx::load(tile, from, stride)
-#define _tile_stored(tile, to, stride) emulated_amx::store(tile, to, stride)
-#define _tile_dpbf16ps(to, a, b) emulated_amx::multiply(to, a, b)
-#define __get_cpuid_count(leaf, subleaf, a, b, c, d) (*(d) = ~0u, 1)
-#define syscall(...) 0
+#include "amx_instead.h"

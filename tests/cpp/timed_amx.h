@@ -1,17 +1,12 @@
-// Models the time of AMX on an x86-64 processor with AVX512-BF16. scripts/time_amx.sh compiles the
-// kernels with `-include` of this header. The results of the kernels are wrong; only their time
-// means something.
+// Models the time of AMX on an x86-64 processor with AVX512-BF16. scripts/test_amx.sh --time
+// compiles the kernels with `-include` of this header. The results of the kernels are wrong; only
+// their time means something.
 //
 // Loads and stores of tiles access the same memory as on a processor with AMX, 64 bytes at a time.
 // A product of two tiles takes 16 cycles, starts when both are loaded, and waits for the product
 // before it: the throughput of tdpbf16ps on Sapphire Rapids (uops.info). The model leaves out the
 // latency of 52 cycles, which kernels with four tiles of C hide, and the lower clock of AMX.
 #pragma once
-
-#include <cpuid.h>
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <cstdint>
 
@@ -20,7 +15,10 @@
 #define MOE_EXT_TILES \
   "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm30", "cc", "memory"
 
-namespace timed_amx {
+namespace amx_instead {
+
+template <int tile>
+MOE_EXT_TILE_TARGET void zero() {}
 
 template <int tile>
 MOE_EXT_TILE_TARGET void load(const void* from, int64_t stride) {
@@ -35,6 +33,7 @@ MOE_EXT_TILE_TARGET void load(const void* from, int64_t stride) {
       : MOE_EXT_TILES);
 }
 
+template <int tile>
 MOE_EXT_TILE_TARGET void store(void* to, int64_t stride) {
   asm volatile(
       "vmovdqu64 %%zmm30, (%0)\n"
@@ -48,7 +47,7 @@ MOE_EXT_TILE_TARGET void store(void* to, int64_t stride) {
 }
 
 // 5 + 5 + 5 + 1 cycles.
-template <int a, int b>
+template <int to, int a, int b>
 MOE_EXT_TILE_TARGET void multiply() {
   asm volatile(
       "vpmaddwd %%zmm%c0, %%zmm30, %%zmm30\n"
@@ -60,20 +59,6 @@ MOE_EXT_TILE_TARGET void multiply() {
       : MOE_EXT_TILES);
 }
 
-}  // namespace timed_amx
+}  // namespace amx_instead
 
-#undef _tile_loadconfig
-#undef _tile_release
-#undef _tile_zero
-#undef _tile_loadd
-#undef _tile_stored
-#undef _tile_dpbf16ps
-#define _tile_loadconfig(configuration) ((void)(configuration))
-#define _tile_release() ((void)0)
-#define _tile_zero(tile) ((void)0)
-#define _tile_loadd(tile, from, stride) timed_amx::load<tile>(from, stride)
-#define _tile_stored(tile, to, stride) timed_amx::store(to, stride)
-#define _tile_dpbf16ps(to, a, b) timed_amx::multiply<a, b>()
-#define __get_cpuid_count(leaf, subleaf, a, b, c, d) \
-  ((void)(a), (void)(b), (void)(c), *(d) = ~0u, 1)
-#define syscall(...) 0
+#include "amx_instead.h"
