@@ -1,6 +1,6 @@
-// Calls the functions of the namespace amx_instead in place of AMX: the tile instructions, the
-// cpuid leaf that shows them, and the permission of the operating system. emulated_amx.h and
-// timed_amx.h define these functions, and end with this header.
+// Replaces AMX by the functions of the namespace amx_instead: the tile instructions, the cpuid leaf
+// that shows them, and the system call that permits them. The headers that define these functions
+// (emulated_amx.h, timed_amx.h) end with this one.
 #pragma once
 
 #include <cpuid.h>
