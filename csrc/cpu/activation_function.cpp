@@ -11,14 +11,12 @@ ActivationFunction<scalar_t>::ActivationFunction(std::string_view name,
                                                  std::span<const double> args) {
   math::with_activation(name, args, [&](auto function) {
     interleaved = function.kInterleaved;
-    const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
+    activate = [function](const scalar_t* z, Region region, int64_t width, scalar_t* out) {
       vectorized<Activate>(function, z, region, width, out);
     };
-    activate = values;
-    activate_rounded = values;
-    activate_backward = [function](const scalar_t* z, const acc_t* grad, Region region,
+    activate_backward = [function](const scalar_t* z, const acc_t* sums, int64_t ld, Region region,
                                    int64_t width, acc_t* grad_z) {
-      vectorized<ActivateBackward>(function, z, grad, region, width, grad_z);
+      vectorized<ActivateBackward>(function, z, sums, ld, region, width, grad_z);
     };
   });
 }

@@ -19,10 +19,8 @@ struct ActivationFunction {
   // `args` are the numbers of the activation, if it has any.
   ActivationFunction(std::string_view name, std::span<const double> args);
 
-  std::function<void(const acc_t* z, Region region, int64_t width, scalar_t* out)> activate;
-  std::function<void(const scalar_t* z, Region region, int64_t width, scalar_t* out)>
-      activate_rounded;
-  std::function<void(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
+  std::function<void(const scalar_t* z, Region region, int64_t width, scalar_t* out)> activate;
+  std::function<void(const scalar_t* z, const acc_t* sums, int64_t ld, Region region, int64_t width,
                      acc_t* grad_z)>
       activate_backward;
   bool interleaved = false;  // see math/activation.h

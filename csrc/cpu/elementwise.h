@@ -75,63 +75,55 @@ struct SumOfLanes {
   }
 };
 
-// Kernels on regions of matrices with rows of `width` elements.
+// Kernels on regions of matrices with rows of `width` elements. `sums` are those of a region alone:
+// its first element is the first of the region, and its rows are `ld` apart.
 
+// Writes the sums of a region to a matrix.
 struct ConvertRegion {
   template <typename from_t, typename to_t>
-  MOE_EXT_KERNEL void run(const from_t* from, Region region, int64_t width, to_t* to) {
-    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
-      const int64_t first = r * width + region.column;
-      Convert::run(from + first, region.num_columns, to + first);
-    }
-  }
-};
-
-// Writes rows of `region.num_columns` elements to a region of a matrix.
-struct ConvertToRegion {
-  template <typename from_t, typename to_t>
-  MOE_EXT_KERNEL void run(const from_t* from, Region region, int64_t width, to_t* to) {
+  MOE_EXT_KERNEL void run(const from_t* sums, int64_t ld, Region region, int64_t width, to_t* to) {
     to += region.row * width + region.column;
     for (int64_t r = 0; r < region.num_rows; ++r) {
-      Convert::run(from + r * region.num_columns, region.num_columns, to + r * width);
+      Convert::run(sums + r * ld, region.num_columns, to + r * width);
     }
   }
 };
 
 struct ScaleRegion {
   template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* scale, Region region, int64_t width, acc_t* rows) {
-    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
-      Scale::run(scale[r], region.num_columns, rows + r * width + region.column);
+  MOE_EXT_KERNEL void run(const acc_t* scale, Region region, int64_t ld, acc_t* sums) {
+    for (int64_t r = 0; r < region.num_rows; ++r) {
+      Scale::run(scale[region.row + r], region.num_columns, sums + r * ld);
     }
   }
 };
 
-// Adds a row's products to its kLanes partial sums. The result equals Dot if the regions of a row
-// come in order.
+// Adds a row's products with the matrix b to its kLanes partial sums. The result equals Dot if the
+// regions of a row come in order.
 struct DotRegion {
   template <typename acc_t, typename scalar_t>
-  MOE_EXT_KERNEL void run(const acc_t* a, const scalar_t* b, Region region, int64_t width,
-                          acc_t* lanes) {
+  MOE_EXT_KERNEL void run(const acc_t* sums, int64_t ld, const scalar_t* b, Region region,
+                          int64_t width, acc_t* lanes) {
     const int64_t end = region.column + region.num_columns;
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      const acc_t* a = sums + (r - region.row) * ld;
+      const scalar_t* row = b + r * width;
       int64_t i = region.column;
       if (i % kLanes == 0 && i + kLanes <= end) {  // the same loop in registers
         acc_t lane[kLanes];
         std::copy_n(lanes + r * kLanes, kLanes, lane);
         for (; i + kLanes <= end; i += kLanes) {
-          const int64_t first = r * width + i;
           for (int64_t l = 0; l < kLanes; ++l) {
-            lane[l] = std::fma(a[first + l], static_cast<acc_t>(b[first + l]), lane[l]);
+            lane[l] = std::fma(a[i - region.column + l], static_cast<acc_t>(row[i + l]), lane[l]);
           }
         }
         std::copy_n(lane, kLanes, lanes + r * kLanes);
       }
       while (i < end) {
         acc_t* lane = lanes + r * kLanes + i % kLanes;
-        const int64_t first = r * width + i, size = std::min(end - i, kLanes - i % kLanes);
+        const int64_t size = std::min(end - i, kLanes - i % kLanes);
         for (int64_t l = 0; l < size; ++l) {
-          lane[l] = std::fma(a[first + l], static_cast<acc_t>(b[first + l]), lane[l]);
+          lane[l] = std::fma(a[i - region.column + l], static_cast<acc_t>(row[i + l]), lane[l]);
         }
         i += size;
       }
@@ -162,21 +154,21 @@ class Columns {
   const int64_t distance_;
 };
 
-// Computes the activations that a region of the hidden layers z completes; z is rounded to scalar_t
-// first. `width` is the width of the activations.
+// Computes the activations that a region of the hidden layer z completes. `width` is the width of
+// the activations.
 struct Activate {
-  template <typename Activation, typename from_t, typename scalar_t>
-  MOE_EXT_KERNEL void run(Activation activation, const from_t* z, Region region, int64_t width,
+  template <typename Activation, typename scalar_t>
+  MOE_EXT_KERNEL void run(Activation activation, const scalar_t* z, Region region, int64_t width,
                           scalar_t* out) {
     using acc_t = acc_type<scalar_t>;
     const Columns<Activation> columns(width);
     const int64_t begin = columns.num_completed(region.column);
     const int64_t end = columns.num_completed(region.column + region.num_columns);
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
-      const from_t* from = z + r * columns.width_z;
+      const scalar_t* from = z + r * columns.width_z;
       scalar_t* to = out + r * width;
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
-        return static_cast<acc_t>(static_cast<scalar_t>(from[i]));
+        return static_cast<acc_t>(from[i]);
       };
       MOE_EXT_NO_ALIAS for (int64_t i = begin; i < end; ++i) {  // z may equal out
         acc_t value;
@@ -191,28 +183,29 @@ struct Activate {
   }
 };
 
-// Computes the gradient with respect to z in a region of the activations.
+// Computes the gradient with respect to z from the sums of a region of the activations' gradient.
 struct ActivateBackward {
   template <typename Activation, typename scalar_t, typename acc_t>
-  MOE_EXT_KERNEL void run(Activation activation, const scalar_t* z, const acc_t* grad,
+  MOE_EXT_KERNEL void run(Activation activation, const scalar_t* z, const acc_t* sums, int64_t ld,
                           Region region, int64_t width, acc_t* grad_z) {
     const Columns<Activation> columns(width);
     const int64_t end = region.column + region.num_columns;
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
       const scalar_t* from = z + r * columns.width_z;
-      const acc_t* grad_row = grad + r * width;
+      const acc_t* grad_row = sums + (r - region.row) * ld;
       acc_t* to = grad_z + r * columns.width_z;
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(from[i]);
       };
-      MOE_EXT_NO_ALIAS for (int64_t i = region.column; i < end; ++i) {  // grad may equal grad_z
+      MOE_EXT_NO_ALIAS for (int64_t i = region.column; i < end; ++i) {  // sums may be in grad_z
         if constexpr (Activation::kGated) {
           const int64_t a = columns.a(i), b = columns.b(i);
-          const math::Pair<acc_t> gradient = activation.gradient(grad_row[i], wide(a), wide(b));
+          const math::Pair<acc_t> gradient =
+              activation.gradient(grad_row[i - region.column], wide(a), wide(b));
           to[a] = gradient.a;
           to[b] = gradient.b;
         } else {
-          to[i] = activation.gradient(grad_row[i], wide(i));
+          to[i] = activation.gradient(grad_row[i - region.column], wide(i));
         }
       }
     }

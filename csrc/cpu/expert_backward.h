@@ -83,7 +83,7 @@ class BlockBackward {
         : products(arena, gradients.network, gradients.rows.most_in_block(),
                    gradients.rows.most_of_expert()),
           activations(arena, gradients.network, gradients.rows,
-                      /*has_z=*/gradients.hidden.empty()),
+                      /*keeps_z=*/gradients.hidden.empty()),
           parameters(arena, products.gemm, gradients.network.widest()) {
       const auto& network = gradients.network;
       const int64_t num_layers = network.num_layers();
@@ -199,7 +199,7 @@ class BlockBackward {
   void activate_input(int64_t l) const {
     const Region all{
         .row = 0, .num_rows = block_.num_rows, .column = 0, .num_columns = network_.columns(l - 1)};
-    network_.function.activate_rounded(a_.z[l - 1], all, network_.fan_in(l), a_.out[l - 1]);
+    network_.function.activate(a_.z[l - 1], all, network_.fan_in(l), a_.out[l - 1]);
   }
 
   // Takes dL/dZ of layer l, [num_rows, columns]. At l = 0, writes dL/dx. Otherwise returns dL/dZ'
@@ -233,17 +233,17 @@ class BlockBackward {
       fetch(z, in_z(region), width_z);
       if (width_z != width && !network_.function.interleaved) fetch(z, region, width_z);
     };
-    const auto run = [&](const Region& region) {
-      if (!activated) network_.function.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
+    const auto run = [&](const Region& region, acc_t* sums, int64_t ld) {
+      if (!activated) network_.function.activate(z, in_z(region), width, a_.out[l - 1]);
       if (gated_sum) {
-        vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a_.input(l), region, width,
+        vectorized<DotRegion>(static_cast<const acc_t*>(sums), ld, a_.input(l), region, width,
                               space_.grad_gate);
-        vectorized<ScaleRegion>(static_cast<const acc_t*>(space_.gate), region, width, grad_a);
+        vectorized<ScaleRegion>(static_cast<const acc_t*>(space_.gate), region, ld, sums);
       }
       if (l > 0) {
-        network_.function.activate_backward(z, grad_a, region, width, grad_before);
+        network_.function.activate_backward(z, sums, ld, region, width, grad_before);
       } else if (!kSame && grad_rows != nullptr) {
-        vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
+        vectorized<ConvertRegion>(static_cast<const acc_t*>(sums), ld, region, width, grad_rows);
       }
     };
     Epilogue<scalar_t> epilogue{.run = run};

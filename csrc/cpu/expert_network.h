@@ -115,7 +115,7 @@ class ExpertNetwork {
       if (network_.integer) {
         integer_gemm(num_rows, width, *w.layout, w.panels, in, /*add=*/write == Write::kAdd,
                      product, workspace.integers);
-        if (epilogue.run) epilogue.run({0, num_rows, 0, width});
+        if (epilogue.run) epilogue.run({0, num_rows, 0, width}, product, width);
         return;
       }
     }

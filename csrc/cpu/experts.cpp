@@ -24,7 +24,6 @@ void ExpertsForward<scalar_t>::on_cpu() const {
       input, network.fan_in(0),
       split_into_blocks(input.offsets, network.num_experts(), input.num_rows));
   const int64_t last = network.num_layers() - 1, width = network.columns(last);
-  const bool has_z = !hidden.empty();
   const int64_t num_threads = num_threads_for(expert_rows.count() * network.flops_per_row());
   if (ExpertsByColumns<scalar_t> by_columns(network, expert_rows, hidden, num_threads, rows);
       by_columns.has_parts()) {
@@ -36,16 +35,10 @@ void ExpertsForward<scalar_t>::on_cpu() const {
     acc_t* product;
   };
   const auto take = [&](Arena& arena) {
-    int64_t widest = Network::kSame ? 0 : width;  // of the products in memory of their own
-    for (int64_t l = 0; l < last; ++l) {
-      if (Activations<scalar_t>::needs_product(network, l, has_z)) {
-        widest = std::max(widest, network.columns(l));
-      }
-    }
     const int64_t num_rows = expert_rows.most_in_block();
     return Workspace{{arena, network, num_rows, /*rows_of_expert=*/0},
-                     {arena, network, expert_rows, /*has_z=*/false},
-                     arena.take<acc_t>(num_rows * widest)};
+                     {arena, network, expert_rows, /*keeps_z=*/false},
+                     arena.take<acc_t>(Network::kSame ? 0 : num_rows * network.widest())};
   };
   const auto& blocks = expert_rows.blocks();
   for_each_task(static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads, take,
@@ -65,9 +58,8 @@ void ExpertsForward<scalar_t>::on_cpu() const {
                     network.linear(block, last, network.all_columns(last), a.input(last), out,
                                    workspace.products, epilogue);
                   } else {
-                    const auto* wide = static_cast<const acc_t*>(workspace.product);
-                    const auto round = [&](const Region& region) {
-                      vectorized<ConvertRegion>(wide, region, width, out);
+                    const auto round = [&](const Region& region, const acc_t* sums, int64_t ld) {
+                      vectorized<ConvertRegion>(sums, ld, region, width, out);
                     };
                     epilogue.run = round;
                     network.linear(block, last, network.all_columns(last), a.input(last),

@@ -82,8 +82,8 @@ class InputGradientByColumns {
                    columns_from(transpose(network_.weight(block.expert, 0)), range.begin),
                    Write::kReplace, workspace.product, workspace.gemm);
     const Region region{block.first_row, block.num_rows, range.begin, range.size()};
-    vectorized<ConvertToRegion>(static_cast<const acc_t*>(workspace.product), region, fan_in_,
-                                backward_.grad_rows);
+    vectorized<ConvertRegion>(static_cast<const acc_t*>(workspace.product), range.size(), region,
+                              fan_in_, backward_.grad_rows);
   }
 
   const ExpertsBackward<scalar_t>& backward_;

@@ -50,7 +50,7 @@ class ExpertsByColumns {
       }
     }
     for (int64_t l = 0; l < last_; ++l) {
-      z_.emplace_back(z_is_hidden() ? 0 : rows_.count() * network_.columns(l));
+      z_.emplace_back(hidden_.empty() ? rows_.count() * network_.columns(l) : 0);
       activations_.emplace_back(rows_.count() * num_outputs(l));
     }
     Progress done(static_cast<int64_t>(blocks.size()));  // the tasks of each block
@@ -108,7 +108,7 @@ class ExpertsByColumns {
       parts = std::min(parts, num_outputs(l) / kMinOutputs);
       if (num_halves(l) == 2 && num_outputs(l) % kMultiple != 0) return 1;
       if (l == last_) continue;
-      bytes_of_row += network_.columns(l) * sizeof(acc_t) + num_outputs(l) * sizeof(scalar_t);
+      bytes_of_row += (network_.columns(l) + num_outputs(l)) * sizeof(scalar_t);
     }
     return bytes_of_row * rows_.count() <= kMaxBytes ? parts : 1;
   }
@@ -130,15 +130,7 @@ class ExpertsByColumns {
     return most;
   }
 
-  // Whether z has the type of `hidden`, which saves it.
-  bool z_is_hidden() const { return Network::kSame && !hidden_.empty(); }
-
-  acc_t* z(int64_t layer) const {
-    if constexpr (Network::kSame) {
-      if (z_is_hidden()) return hidden_[layer];
-    }
-    return z_[layer].data();
-  }
+  scalar_t* z(int64_t layer) const { return hidden_.empty() ? z_[layer].data() : hidden_[layer]; }
 
   // The weight of a task, from its first column on.
   Operand<scalar_t> weight(const Task& task) const {
@@ -163,14 +155,9 @@ class ExpertsByColumns {
       const auto write = [&](auto* matrix) {
         const auto* product = static_cast<const acc_t*>(workspace.product);
         const Region region{first_row, block->num_rows, range.begin, range.size()};
-        vectorized<ConvertToRegion>(product, region, width, matrix);
+        vectorized<ConvertRegion>(product, range.size(), region, width, matrix);
       };
-      if (layer == last_) {
-        write(out_);
-      } else {
-        write(z(layer));
-        if (!hidden_.empty() && !z_is_hidden()) write(hidden_[layer]);
-      }
+      write(layer == last_ ? out_ : z(layer));
     }
     if (layer < last_) {
       const Region region{0, block->num_rows, range.begin, range.size()};
@@ -189,7 +176,7 @@ class ExpertsByColumns {
   scalar_t* const out_;
   const int64_t num_parts_;
   std::vector<Task> tasks_;                   // layer by layer
-  std::vector<Array<acc_t>> z_;               // [R, columns] of each hidden layer
+  std::vector<Array<scalar_t>> z_;            // [R, columns] of each hidden layer
   std::vector<Array<scalar_t>> activations_;  // [R, outputs] of each hidden layer
 };
 

@@ -60,6 +60,7 @@ def test_any_width(dtype):
         for D, F in zip(WIDTHS, WIDTHS[shift:] + WIDTHS[:shift], strict=True):
             check_linear([3, 0, 29], D, F, dtype)
     check_linear([3, 0, 29], 300, 2064, dtype)  # B in place for few rows, in two parts
+    check_linear([3, 0, 29], 16400, 33, dtype)  # A is too deep to be packed as a whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

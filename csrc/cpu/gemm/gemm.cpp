@@ -36,7 +36,7 @@ template <typename scalar_t>
 GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmSize> sizes) {
   const auto& kernels = micro_kernels<scalar_t, acc_t>();
   const int64_t nr = kernels.nr();
-  int64_t rows_size = 0, packed_b_size = 0, few_rows_size = 0, packed_a_size = 0;
+  int64_t rows_size = 0, packed_b_size = 0, few_rows_size = 0, packed_a_size = 0, apart_size = 0;
   for (const auto& [m, n, k] : sizes) {
     const int64_t num_groups = kernels.num_groups(k);
     rows_size = std::max(rows_size, round_up(std::min(n, kMaxColumns), nr));
@@ -45,8 +45,11 @@ GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmS
       few_rows_size = std::max(few_rows_size, round_up(k, kKCMultiple));
     }
     const int64_t num_panels = ceil_div(std::min(m, kMC), kernels.max_rows);
-    packed_a_size = std::max(packed_a_size, num_panels * kernels.a_panel_width *
-                                                std::min(kMaxKBlocks * kKC<acc_t>, num_groups));
+    const bool sums_apart = kernels.sums_apart && k <= kMaxDepthApart;
+    const int64_t most_groups = sums_apart ? num_groups : kMaxKBlocks * kKC<acc_t>;
+    packed_a_size = std::max(
+        packed_a_size, num_panels * kernels.a_panel_width * std::min(most_groups, num_groups));
+    if (sums_apart) apart_size = std::max(apart_size, std::min(m, kMC) * ld_apart(n));
   }
   if (kernels.rounds) {
     const int64_t size_of_b = kBytesOfB / static_cast<int64_t>(sizeof(acc_t));
@@ -57,6 +60,7 @@ GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmS
   packed_b = arena.take<acc_t>(packed_b_size);
   few_rows_a = arena.take<acc_t>(kMaxFewRows * few_rows_size);
   packed_a = arena.take<acc_t>(packed_a_size);
+  apart = arena.take<acc_t>(apart_size);
 }
 
 template <typename scalar_t>
@@ -94,15 +98,11 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
   if (m == 0 || n == 0) return;
   if (k == 0) {
     if (write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
-    if (epilogue.run) epilogue.run({.row = 0, .num_rows = m, .column = 0, .num_columns = n});
+    if (epilogue.run) epilogue.run({.row = 0, .num_rows = m, .column = 0, .num_columns = n}, c, n);
     return;
   }
   for_m_blocks<scalar_t>(m, n, k, a, b, workspace, epilogue, [&](auto& product, int64_t first) {
     multiply(product, write, c + first * n);
-    // With bfloat16 pairs, the traversals do not run the epilogue; it runs here on whole rows.
-    if (product.kernels.pairs && epilogue.run) {
-      epilogue.run({.row = first, .num_rows = product.m, .column = 0, .num_columns = n});
-    }
   });
 }
 

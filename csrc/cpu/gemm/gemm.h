@@ -63,13 +63,13 @@ Operand<T> columns_from(Operand<T> matrix, int64_t begin) {
 // The epilogue of a GEMM.
 template <typename b_t>
 struct Epilogue {
-  using Body = FunctionRef<void(const Region&)>;
-  // Called exactly once for every element of C after its final value is written, in the first cache
-  // level where that is faster. It may change C. The columns of a row come in ascending order.
-  Body run = nullptr;
+  // Takes the final sums of a region of C; its rows are `ld` apart. Called exactly once for every
+  // element of C, while the sums are in a cache if possible. It may change them. The columns of a
+  // row come in ascending order.
+  FunctionRef<void(const Region&, acc_type<b_t>* sums, int64_t ld)> run = nullptr;
   // Two hints. `prefetch` is called some time before `run`, to prefetch the data that `run` reads.
   // The B of the next GEMM, next_b, is prefetched near the end of this one.
-  Body prefetch = nullptr;
+  FunctionRef<void(const Region&)> prefetch = nullptr;
   Operand<b_t> next_b = {.data = nullptr, .ld = 0};
 };
 
@@ -98,11 +98,13 @@ struct GemmWorkspace {
   acc_t* packed_b;    // micro-panels of B
   acc_t* few_rows_a;  // kMaxFewRows rows of A in the type of B
   acc_t* packed_a;    // micro-panels of A
+  acc_t* apart;       // the sums that are apart from C
 };
 
 // C = A B, or C += A B, where A is [m, k], B is [k, n] and may be packed, and C is [m, n] and
 // contiguous. An element of C depends bitwise only on its row of A and its column of B, not on m or
-// n.
+// n. If scalar_t is not the type of sums, an epilogue takes the place of C, which is then
+// undefined.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue = {});

@@ -100,6 +100,7 @@ struct MicroKernels {
   bool pairs = false;            // whether a K-group is a pair of bfloat16 numbers
   bool a_in_row_blocks = false;  // whether a micro-panel of A consists of blocks of `lanes`
                                  // K-groups, each stored by rows
+  bool sums_apart = false;       // whether Gebp keeps the sums of an epilogue apart from C
   bool rounds = false;           // whether tiles of kMaxTileVectors vectors can be written rounded
   int64_t group_multiple = 1;    // num_groups must be a multiple of this
   int64_t max_rows;              // of a tile: MR

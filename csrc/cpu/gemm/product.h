@@ -3,9 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
-#include <span>
 #include <type_traits>
 
 #include "../../kernels/types.h"
@@ -35,6 +33,13 @@ constexpr int64_t kMaxKBlocks = 3;
 
 // The size of the columns of B that WriteOnce uses at a time. They stay in the second cache level.
 constexpr int64_t kBytesOfB = 512 << 10;
+
+// Gebp keeps sums apart from C up to this depth: A is packed as a whole.
+constexpr int64_t kMaxDepthApart = 16384;
+
+// The distance between rows of sums that are apart from C: an odd number of cache lines, so that a
+// column of sums is in all sets of a cache.
+inline int64_t ld_apart(int64_t num_columns) { return round_up(num_columns, 32) + 16; }
 
 // The number of columns of C that Axpyf and Dotxf compute at a time; they stay in the first cache
 // level.
@@ -87,22 +92,26 @@ class Product {
             .num_columns = num_columns};
   }
 
-  // Packs A from p to end along K into k_blocks.
-  void pack_a(int64_t p, int64_t end) {
-    size_t count = 0;
-    acc_t* panels = workspace.packed_a;
-    for (; p < end; p += kc) {
-      const int64_t depth = std::min(end - p, kc);
-      const KBlock block{
-          .p = p, .depth = depth, .num_groups = kernels.num_groups(depth), .panels_a = panels};
+  // Packs the K-blocks of A from `begin` to `end` along K.
+  void pack_a(int64_t begin, int64_t end) {
+    packed_from_ = begin;
+    for (int64_t p = begin; p < end; p += kc) {
+      const KBlock block = k_block(p);
       for (int64_t i = 0; i < num_panels; ++i) {
         const int64_t rows = std::min(m - first(i), kernels.a_panel_width);
-        packer.pack_a(a, first(i), p, rows, depth, panel_a(block, i));
+        packer.pack_a(a, first(i), p, rows, block.depth, panel_a(block, i));
       }
-      panels = panel_a(block, num_panels);
-      packed_k_blocks_.at(count++) = block;
     }
-    k_blocks = std::span(packed_k_blocks_).first(count);
+  }
+
+  // Returns the packed K-block at p.
+  KBlock k_block(int64_t p) const {
+    const int64_t depth = std::min(k - p, kc);
+    const int64_t groups_before = (p - packed_from_) / group_size;
+    return {.p = p,
+            .depth = depth,
+            .num_groups = kernels.num_groups(depth),
+            .panels_a = workspace.packed_a + groups_before * num_panels * kernels.a_panel_width};
   }
 
   // Computes a tile: micro-panel i of A times a micro-panel of B.
@@ -153,7 +162,6 @@ class Product {
   // How B is read if it can be read in place.
   const Reading reading =
       reading_of<scalar_t>(m, b.k_contiguous ? Layout::kAlongK : Layout::kAlongN);
-  std::span<const KBlock> k_blocks;  // the packed K-blocks of A
   const GemmWorkspace<scalar_t>& workspace;
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(workspace.packed_b),
                              .stride = 0,
@@ -164,7 +172,7 @@ class Product {
 
  private:
   const int64_t rows_each_ = m / num_panels, num_longer_ = m % num_panels;
-  std::array<KBlock, kMaxKBlocks> packed_k_blocks_;
+  int64_t packed_from_ = 0;  // where the packed K-blocks of A begin
 };
 
 }  // namespace moe_ext::cpu

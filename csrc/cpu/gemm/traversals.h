@@ -16,9 +16,38 @@
 
 namespace moe_ext::cpu {
 
+// Runs the epilogue of some columns, a few rows at a time: what it writes and reads again stays in
+// the first cache level.
+template <typename Product, typename acc_t>
+void run_on_rows(const Product& in, int64_t column, int64_t num_columns, acc_t* sums, int64_t ld) {
+  constexpr int64_t kRows = 16;
+  for (int64_t r = 0; r < in.m; r += kRows) {
+    const Region region{.row = in.first_row + r,
+                        .num_rows = std::min(in.m - r, kRows),
+                        .column = column,
+                        .num_columns = num_columns};
+    in.epilogue.run(region, sums + r * ld, ld);
+  }
+}
+
+// Finishes some columns of C. With bfloat16 pairs, it is faster to run the epilogue on whole rows:
+// it runs after the last columns.
+template <typename Product, typename acc_t>
+void finish_columns(const Product& in, acc_t* c, int64_t column, int64_t num_columns) {
+  const int64_t end = column + num_columns;
+  if (!in.epilogue.run || (in.kernels.pairs && end < in.n)) return;
+  if (in.kernels.pairs) column = 0;
+  run_on_rows(in, column, end - column, c + column, in.n);
+}
+
 // Multiplies a block of A by one micro-panel of B at a time (GEBP; Goto and van de Geijn, 2008).
 // For each K-block, A is packed. For each micro-panel of B, packed or read in place, and for each
 // micro-panel of A, a tile is added to C.
+//
+// An epilogue may take sums that are apart from C, in rows whose distance suits the caches. Then
+// all K-blocks of A are packed first. If B is contiguous along K, some of its columns are read as a
+// whole, so their sums stay in the second cache level; otherwise all sums of a K-block are
+// computed.
 template <typename Product>
 class Gebp {
  public:
@@ -28,10 +57,15 @@ class Gebp {
   explicit Gebp(Product& product) : in_(product) {}
 
   void run(Write write, acc_t* c) {
+    if (keeps_apart()) return run_apart(write, c);
     for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
       in_.pack_a(p, std::min(in_.k, p + in_.kc));
-      for (int64_t j = 0; j < in_.n; j += in_.nr) multiply_panel(j, write, c + j);
+      for (int64_t j = 0; j < in_.n; j += in_.nr) {
+        const acc_t* add = write == Write::kAdd ? c + j : nullptr;
+        multiply_panel(p, {0, in_.n}, j, {.c = c + j, .ldc = in_.n, .add = add, .ld_add = in_.n});
+      }
     }
+    if (in_.kernels.pairs) finish_columns(in_, c, 0, in_.n);
   }
 
  private:
@@ -39,25 +73,53 @@ class Gebp {
   // time.
   static constexpr int64_t kMaxPanelsInPlace = 8;
 
-  // Computes the columns of C at j from one micro-panel of B.
-  void multiply_panel(int64_t j, Write write, acc_t* c) {
-    const auto& block = in_.k_blocks.front();
-    const int64_t num_columns = std::min(in_.n - j, in_.nr);
-    // With bfloat16 pairs, it is faster to run the epilogue afterwards on whole rows.
-    const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
+  // Some columns of C.
+  struct Columns {
+    int64_t begin, end;
+  };
+
+  bool keeps_apart() const {
+    return in_.kernels.sums_apart && in_.epilogue.run && in_.k <= kMaxDepthApart;
+  }
+
+  void run_apart(Write write, const acc_t* c) {
+    in_.pack_a(0, in_.k);
+    for (int64_t begin = 0; begin < in_.n; begin += columns_apart_) {
+      const Columns columns{begin, std::min(in_.n, begin + columns_apart_)};
+      acc_t* const sums = in_.workspace.apart;
+      for (int64_t p = 0; p < in_.k; p += in_.kc) {
+        for (int64_t j = begin; j < columns.end; j += in_.nr) {
+          Tile<acc_t> column{.c = sums + j - begin, .ldc = ld_apart_};
+          if (p > 0) {
+            column.add = column.c;
+            column.ld_add = ld_apart_;
+          } else if (write == Write::kAdd) {
+            column.add = c + j;
+            column.ld_add = in_.n;
+          }
+          multiply_panel(p, columns, j, column);
+        }
+      }
+      run_on_rows(in_, begin, columns.end - begin, sums, ld_apart_);
+    }
+  }
+
+  // Computes the column of tiles at j, which is one of `columns`, from a micro-panel of B.
+  void multiply_panel(int64_t p, Columns columns, int64_t j, const Tile<acc_t>& column) {
+    const auto block = in_.k_block(p);
+    const int64_t num_columns = std::min(columns.end - j, in_.nr);
+    const bool finishes = p + in_.kc >= in_.k && !in_.kernels.pairs;
     auto [panel, ldb] = panel_b(block, j, num_columns);
     // The GEMM of the first micro-panel of A also packs B.
     acc_t* packed =
         in_.b_in_place && in_.num_panels > kMaxPanelsInPlace ? in_.workspace.packed_b : nullptr;
-    Prefetch next = prefetch(block.p, j);
+    Prefetch next = prefetch(p, columns, j);
     for (int64_t i = 0; i < in_.num_panels;
          ++i, next.first += block.num_groups >> next.shift_groups) {
       const Region region = in_.region(i, j, num_columns);
-      Tile<acc_t> tile{.c = c + in_.first(i) * in_.n, .ldc = in_.n};
-      if (write == Write::kAdd) {
-        tile.add = tile.c;
-        tile.ld_add = in_.n;
-      }
+      Tile<acc_t> tile = column;
+      tile.c += in_.first(i) * tile.ldc;
+      if (tile.add != nullptr) tile.add += in_.first(i) * tile.ld_add;
       if (finishes && in_.epilogue.prefetch) in_.epilogue.prefetch(region);
       in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, panel, ldb, num_columns, tile,
                         i < 1 << next.shift_groups ? next : in_.no_prefetch, packed);
@@ -65,7 +127,7 @@ class Gebp {
         panel = std::exchange(packed, nullptr);
         ldb = in_.nr;
       }
-      if (finishes && in_.epilogue.run) in_.epilogue.run(region);
+      if (finishes && in_.epilogue.run) in_.epilogue.run(region, tile.c, tile.ldc);
     }
   }
 
@@ -82,11 +144,12 @@ class Gebp {
   // What the tiles of the first micro-panels of A prefetch while the micro-panel of B at (p, j) is
   // in use. If B is contiguous along K, they prefetch the next micro-panel of B. Otherwise they
   // prefetch nr * group_size rows of the next kKC columns: the share of this micro-panel.
-  Prefetch prefetch(int64_t p, int64_t j) const {
+  Prefetch prefetch(int64_t p, Columns columns, int64_t j) const {
     const int64_t ahead = in_.b.k_contiguous ? in_.nr : kKC<acc_t>;
     int64_t next_p = p, next_j = j / ahead * ahead + ahead;
-    if (next_j >= in_.n) next_p = in_.k_blocks.back().p + in_.kc, next_j = 0;
-    const bool here = next_p < in_.k;
+    if (next_j >= columns.end) next_p += in_.kc, next_j = columns.begin;
+    if (next_p >= in_.k) next_p = 0, next_j = columns.end;
+    const bool here = next_j < in_.n;
     const View<b_t>& from = here ? in_.b : in_.next_b;
     if (from.data == nullptr) return in_.no_prefetch;
     const int64_t num_rows = from.k_contiguous ? in_.nr : in_.nr * in_.group_size;
@@ -104,6 +167,9 @@ class Gebp {
   }
 
   Product& in_;
+  // The sums that are apart from C at a time.
+  const int64_t columns_apart_ = in_.b.k_contiguous ? std::min(in_.n, kKC<acc_t>) : in_.n;
+  const int64_t ld_apart_ = ld_apart(columns_apart_);
 };
 
 // Writes each element of C once, without reading it: all K-blocks of a tile are computed at once. C
@@ -151,7 +217,8 @@ class WriteOnce {
   }
 
   void pack_b(int64_t j, int64_t begin) {
-    for (const auto& block : in_.k_blocks) {
+    for (int64_t p = 0; p < in_.k; p += in_.kc) {
+      const KBlock block = in_.k_block(p);
       in_.packer.pack_b(in_.b, j, block.p, std::min(in_.n - j, in_.nr), block.depth,
                         packed(block, j, begin));
     }
@@ -161,13 +228,14 @@ class WriteOnce {
                      c_t* c) {
     const Region region = in_.region(i, j, num_columns);
     if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
-    for (const auto& block : in_.k_blocks) {
+    for (int64_t p = 0; p < in_.k; p += in_.kc) {
+      const KBlock block = in_.k_block(p);
       Tile<acc_t> tile{.c = in_.workspace.tile, .ldc = in_.nr};
-      if (&block != &in_.k_blocks.front()) {
+      if (p > 0) {
         tile.add = in_.workspace.tile;
         tile.ld_add = in_.nr;
       }
-      if (&block == &in_.k_blocks.back()) {
+      if (p + in_.kc >= in_.k) {
         tile.ldc = in_.n;
         tile.non_temporal = non_temporal;
         if constexpr (std::is_same_v<c_t, acc_t>) {
@@ -184,7 +252,9 @@ class WriteOnce {
       in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, b, ldb, num_columns, tile,
                         in_.no_prefetch);
     }
-    if (in_.epilogue.run) in_.epilogue.run(region);
+    if constexpr (std::is_same_v<c_t, acc_t>) {
+      if (in_.epilogue.run) in_.epilogue.run(region, c, in_.n);
+    }
   }
 
   Product& in_;
@@ -192,14 +262,6 @@ class WriteOnce {
 
 // The traversals below compute all rows of C at once. Those that read B in place apply if
 // selection.h selects their reading, and their kernels have no partial vectors.
-
-// Runs the epilogue of some columns; with bfloat16 pairs, it runs afterwards.
-template <typename Product>
-void finish_columns(const Product& in, int64_t column, int64_t num_columns) {
-  if (in.kernels.pairs || !in.epilogue.run) return;
-  in.epilogue.run(
-      {.row = in.first_row, .num_rows = in.m, .column = column, .num_columns = num_columns});
-}
 
 // Computes the K-block that ends at `end`, for some columns at a time. multiply(j, num_columns,
 // sums, ld) computes the sums of the columns at j, in rows that are ld apart.
@@ -215,15 +277,15 @@ void add_k_block(const Product& in, int64_t end, Write write, acc_t* c, const Mu
     for (int64_t r = 0; apart && r < in.m; ++r) {
       vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in.n + j);
     }
-    if (end >= in.k) finish_columns(in, j, num_columns);
+    if (end >= in.k) finish_columns(in, c, j, num_columns);
   }
 }
 
 // Computes all of C from columns of B that are contiguous along K. All K-blocks of some columns are
 // processed in sequence: multiply(j, p, ahead, starts) computes the K-block at p for the columns at
 // j, as many as a vector has lanes. `ahead` is what is prefetched meanwhile.
-template <typename Product, typename Multiply>
-void dot_columns(const Product& in, Write write, const Multiply& multiply) {
+template <typename Product, typename acc_t, typename Multiply>
+void dot_columns(const Product& in, Write write, acc_t* c, const Multiply& multiply) {
   const int64_t lanes = in.kernels.lanes;
   for (int64_t begin = 0; begin < in.n; begin += kMaxColumns) {
     const Region region{.row = in.first_row,
@@ -238,7 +300,7 @@ void dot_columns(const Product& in, Write write, const Multiply& multiply) {
         multiply(j, p, ahead + p, p == 0 && write != Write::kAdd);
       }
     }
-    finish_columns(in, begin, region.num_columns);
+    finish_columns(in, c, begin, region.num_columns);
   }
 }
 
@@ -260,7 +322,7 @@ class Axpyf {
   void run(Write write, acc_t* c) {
     for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
       in_.pack_a(p, std::min(in_.k, p + in_.kc));
-      multiply_block(write, c);
+      multiply_block(p, write, c);
     }
   }
 
@@ -270,19 +332,19 @@ class Axpyf {
   static constexpr int64_t kBytesAhead = 64 << 10;
   static constexpr int64_t kGroupsAtATime = 4;
 
-  void multiply_block(Write write, acc_t* c) {
-    const auto& block = in_.k_blocks.front();
+  void multiply_block(int64_t p, Write write, acc_t* c) {
+    const auto block = in_.k_block(p);
     const int64_t size = in_.group_size;
-    add_k_block(in_, block.p + in_.kc, write, c,
+    add_k_block(in_, p + in_.kc, write, c,
                 [&](int64_t j, int64_t num_columns, acc_t* sums, int64_t ld) {
                   for (int64_t q = 0; q < block.num_groups; q += groups_ahead_) {
                     const int64_t num_groups = std::min(block.num_groups - q, groups_ahead_);
-                    const int64_t p = block.p + q * size;
+                    const int64_t first = p + q * size;
                     for (int64_t i = 0; i < in_.num_panels; ++i) {
                       in_.kernels.axpyf[in_.num_rows(i) - 1](
                           num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
-                          in_.groups(in_.b.at(j, p)), in_.b.ld / size, num_columns,
-                          in_.groups(ahead(p, j)), q == 0, sums + in_.first(i) * ld, ld);
+                          in_.groups(in_.b.at(j, first)), in_.b.ld / size, num_columns,
+                          in_.groups(ahead(first, j)), q == 0, sums + in_.first(i) * ld, ld);
                     }
                   }
                 });
@@ -335,7 +397,7 @@ class Dotxf {
   void run(Write write, acc_t* c) {
     const View<b_t> a = rows_of_a(in_);
     const int64_t size = in_.group_size;
-    dot_columns(in_, write, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
+    dot_columns(in_, write, c, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
       in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, in_.groups(a.at(0, p)),
                                    a.ld / size, in_.groups(in_.b.at(j, p)), in_.b.ld / size,
                                    in_.groups(ahead), starts, c + j, in_.n);
@@ -423,7 +485,7 @@ class FewRowsWidened {
   }
 
   void read_columns(Write write, acc_t* c) {
-    dot_columns(in_, write, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
+    dot_columns(in_, write, c, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
       kernels_->dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), a(p), in_.b.at(j, p), in_.b.ld, ahead,
                                  starts, c + j, in_.n);
     });
@@ -464,7 +526,7 @@ class FewRowsOfCodes {
         std::copy_n(last + r * kPanelOutputs, rest, c + r * in_.n + in_.n - rest);
       }
     }
-    finish_columns(in_, 0, in_.n);
+    finish_columns(in_, c, 0, in_.n);
   }
 
  private:
