@@ -45,11 +45,13 @@ GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmS
       few_rows_size = std::max(few_rows_size, round_up(k, kKCMultiple));
     }
     const int64_t num_panels = ceil_div(std::min(m, kMC), kernels.max_rows);
-    const bool sums_apart = kernels.sums_apart && k <= kMaxDepthApart;
-    const int64_t most_groups = sums_apart ? num_groups : kMaxKBlocks * kKC<acc_t>;
+    int64_t most_groups = kMaxKBlocks * kKC<acc_t>;
+    if (kernels.sums_apart) {
+      most_groups = kernels.num_groups(kMaxDepthApart);
+      apart_size = std::max(apart_size, std::min(m, kMC) * ld_apart(n));
+    }
     packed_a_size = std::max(
         packed_a_size, num_panels * kernels.a_panel_width * std::min(most_groups, num_groups));
-    if (sums_apart) apart_size = std::max(apart_size, std::min(m, kMC) * ld_apart(n));
   }
   if (kernels.rounds) {
     const int64_t size_of_b = kBytesOfB / static_cast<int64_t>(sizeof(acc_t));

@@ -34,7 +34,7 @@ constexpr int64_t kMaxKBlocks = 3;
 // The size of the columns of B that WriteOnce uses at a time. They stay in the second cache level.
 constexpr int64_t kBytesOfB = 512 << 10;
 
-// Gebp keeps sums apart from C up to this depth: A is packed as a whole.
+// Gebp keeps sums apart from C up to this depth. A is then packed as a whole.
 constexpr int64_t kMaxDepthApart = 16384;
 
 // The distance between rows of sums that are apart from C: an odd number of cache lines, so that a
